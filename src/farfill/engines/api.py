@@ -19,7 +19,6 @@ local run, a prefill leg and a decode leg with the same grid therefore compute t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from farfill.errors import ClientError, FarfillError
@@ -32,7 +31,6 @@ LOGPROBS_MAX: Final = 20  # OpenAI's own limit for top_logprobs
 STOP_STRINGS_MAX: Final = 16  # OpenAI allows 4, vLLM any number; each costs a search per token
 STOP_STRING_CHARS_MAX: Final = 1024
 CHOICES_MAX: Final = 128  # OpenAI's own limit for n; each choice holds a cache of its own
-NO_BIAS: Final[Mapping[int, float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = NO_BIAS
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     include_stop: bool = False
     skip_special_tokens: bool = True
 
