@@ -10,9 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from farfill.errors import ClientError
-from farfill.kv.spec import TransferId
+from farfill.kv.spec import WIRE_VERSION, TransferId
 
-WIRE_VERSION: Final = 1
 KEY_BYTES: Final = 32
 
 

@@ -1,0 +1,345 @@
+"""The receiver's machine: which chunk to ask for and when, and when the transfer is VERIFIED or has failed.
+
+Not here: opening of sealed chunks, reading of manifest and closing record, buffers, sockets.
+
+Rules
+1. The manifest comes first; no data is asked for before it has been checked against what this side derived itself.
+2. Asked ahead per connection: bounded. What a lost connection owed is asked for again; what is here is not.
+3. A chunk that does not open is asked for again over a new connection, a few times; then the transfer fails.
+4. VERIFIED: every data chunk of the plan this machine was made with has been opened, and the closing record, opened
+   too, names exactly their tags. Nothing less.
+5. Setup, stall, verify and the whole have their own clocks. The stall clock runs from the first data chunk on: how
+   long prefill may take before that is not the transfer's matter.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from farfill.transfer.events import (
+    FATAL_CODES,
+    Cancelled,
+    CloseConnection,
+    ConnectionId,
+    ConnectionLost,
+    ConnectionOpened,
+    ConnectionRefused,
+    Fail,
+    LinkSettings,
+    OpenConnection,
+    RefusedReceived,
+    Started,
+    Tick,
+)
+from farfill.transfer.slots import ConnectionSlots
+from farfill.transfer.spec import Clocks
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkArrived:
+    """The chunk's sealed bytes are here, unopened."""
+
+    connection: ConnectionId
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestChecked:
+    """Chunk 0 has been opened and agrees with what this side derived."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestRefused:
+    """Chunk 0 has been opened and does not agree."""
+
+    connection: ConnectionId
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOpened:
+    """A data chunk's AEAD tag held; `tag` is it."""
+
+    connection: ConnectionId
+    index: int
+    tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingOpened:
+    """The closing record has been opened and read: the tags of data chunks 1..n, in order."""
+
+    connection: ConnectionId
+    tags: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBad:
+    """The chunk (of any kind) did not open or has the wrong size."""
+
+    connection: ConnectionId
+    index: int
+    detail: str
+
+
+ReceiverEvent = (
+    Started
+    | ConnectionOpened
+    | ConnectionRefused
+    | ConnectionLost
+    | ChunkArrived
+    | ManifestChecked
+    | ManifestRefused
+    | ChunkOpened
+    | ClosingOpened
+    | ChunkBad
+    | RefusedReceived
+    | Cancelled
+    | Tick
+)
+
+# ---- effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendGet:
+    connection: ConnectionId
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendVerified:
+    """Tell the store that it may free the bytes."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """VERIFIED; the last effect."""
+
+
+ReceiverEffect = OpenConnection | CloseConnection | SendGet | SendVerified | Verify | Fail
+
+
+class ReceiverMachine:
+    """See the module's rules.
+
+    Args:
+        sealed_bytes: expected size of each data chunk of the plan, 1..n in order; the manifest is 0 and the closing
+            record n + 1.
+        clocks: `setup_s`, `stall_s`, `transfer_s` and `verify_s` are used; they run from `Started`.
+        settings: connections, windows, retries.
+    """
+
+    def __init__(self, sealed_bytes: Sequence[int], clocks: Clocks, settings: LinkSettings) -> None:
+        self._sizes = (0, *sealed_bytes, 0)
+        self._clocks = clocks
+        self._settings = settings
+        self._slots = ConnectionSlots(settings)
+        self._wanted: list[int] = [0]  # a heap of the indices to ask for
+        self._asked: dict[int, ConnectionId] = {}
+        self._arrived: dict[int, ConnectionId] = {}  # here, being opened
+        self._tags: dict[int, bytes] = {}  # of opened data chunks
+        self._closing: tuple[bytes, ...] | None = None
+        self._is_manifest_checked = False
+        self._bad: dict[int, int] = {}
+        self._started_at: float | None = None
+        self._progress_at: float | None = None  # of data; starts the stall clock
+        self._all_here_at: float | None = None  # starts the verify clock
+        self._is_over = False
+
+    @property
+    def deadline(self) -> float | None:
+        if self._started_at is None or self._is_over:
+            return None
+        ends = [self._started_at + self._clocks.transfer_s]
+        if not self._slots.was_open:
+            ends.append(self._started_at + self._clocks.setup_s)
+        if self._all_here_at is not None:
+            ends.append(self._all_here_at + self._clocks.verify_s)
+        elif self._progress_at is not None:
+            ends.append(self._progress_at + self._clocks.stall_s)
+        if self._slots.deadline is not None:
+            ends.append(self._slots.deadline)
+        return min(ends)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def is_expected(self, connection: ConnectionId, index: int) -> bool:
+        """Whether this chunk was asked for on this connection and is still owed."""
+        return not self._is_over and self._asked.get(index) == connection
+
+    def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverEffect]:
+        if self._is_over:
+            return []
+        effects: list[ReceiverEffect] = []
+        match event:
+            case Started():
+                assert self._started_at is None
+                self._started_at = now
+                effects += self._slots.open_all()
+            case ConnectionOpened():
+                self._slots.opened(event.slot, event.connection)
+            case ConnectionRefused():
+                self._slots.refused(event.slot, event.code, event.detail, now)
+                if event.code in FATAL_CODES:
+                    return [self._fail(event.code, event.detail)]
+            case ConnectionLost():
+                self._lose(event.connection, event.code, event.detail, now)
+            case ChunkArrived():
+                if self._asked.get(event.index) == event.connection:
+                    del self._asked[event.index]
+                    self._arrived[event.index] = event.connection
+            case ManifestChecked():
+                if self._take(event.connection, 0):
+                    self._is_manifest_checked = True
+                    self._slots.progressed()
+                    for index in range(1, len(self._sizes)):
+                        heapq.heappush(self._wanted, index)
+            case ManifestRefused():
+                if self._take(event.connection, 0):
+                    return [self._fail(event.code, event.detail)]
+            case ChunkOpened():
+                if self._is_data(event.index) and self._take(event.connection, event.index):
+                    self._tags[event.index] = event.tag
+                    self._progress_at = now
+                    self._slots.progressed()
+            case ClosingOpened():
+                if self._take(event.connection, len(self._sizes) - 1):
+                    self._closing = event.tags
+                    self._slots.progressed()
+            case ChunkBad():
+                if self._take(event.connection, event.index):
+                    effects += self._retry(event, now)
+            case RefusedReceived():
+                if event.connection in self._slots.open_connections:
+                    return [self._fail(event.code, event.detail)]
+            case Cancelled():
+                return [self._fail("transfer_cancelled", event.reason)]
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+        if self.is_over:
+            return effects
+        if self._is_complete():
+            return effects + self._conclude()
+        self._note_all_here(now)
+        late = self._late(now)
+        if late is not None:
+            return [*effects, late]
+        return effects + self._slots.open_due(now) + self._pump()
+
+    # ---- the checks, each by itself
+
+    def _is_complete(self) -> bool:
+        """Rule 4, its first half: all of it is here and open."""
+        return self._is_manifest_checked and self._closing is not None and len(self._tags) == len(self._sizes) - 2
+
+    def _closing_agrees(self, closing: tuple[bytes, ...]) -> bool:
+        """Rule 4, its second half."""
+        return closing == tuple(self._tags[index] for index in sorted(self._tags))
+
+    def _may_ask(self, index: int) -> bool:
+        """Rule 1."""
+        return index == 0 or self._is_manifest_checked
+
+    def _late(self, now: float) -> Fail | None:
+        """Rule 5, and slots that have given up."""
+        assert self._started_at is not None, "Started comes first"
+        clocks = self._clocks
+        if now >= self._started_at + clocks.transfer_s:
+            return self._fail("transfer_timeout", f"not verified after {clocks.transfer_s} s")
+        if self._all_here_at is not None:
+            if now >= self._all_here_at + clocks.verify_s:
+                return self._fail("verify_timeout", f"not verified {clocks.verify_s} s after the last chunk came")
+            return None  # no connection is needed any more
+        if self._slots.is_exhausted:
+            return self._fail(self._slots.last_code, self._slots.last_detail)
+        if not self._slots.was_open and now >= self._started_at + clocks.setup_s:
+            return self._fail("setup_timeout", f"no connection to the store after {clocks.setup_s} s")
+        if self._progress_at is not None and now >= self._progress_at + clocks.stall_s:
+            return self._fail("transfer_stalled", f"no new chunk for {clocks.stall_s} s")
+        return None
+
+    # ---- steps
+
+    def _is_data(self, index: int) -> bool:
+        return 0 < index < len(self._sizes) - 1
+
+    def _take(self, connection: ConnectionId, index: int) -> bool:
+        """Whether this is the answer that was waited for; it is no longer."""
+        if self._arrived.get(index) != connection:
+            return False
+        del self._arrived[index]
+        return True
+
+    def _lose(self, connection: ConnectionId, code: str, detail: str, now: float) -> None:
+        if self._slots.lost(connection, code, detail, now):
+            for index in [index for index, owner in self._asked.items() if owner == connection]:
+                del self._asked[index]
+                heapq.heappush(self._wanted, index)
+
+    def _retry(self, event: ChunkBad, now: float) -> list[ReceiverEffect]:
+        """Rule 3."""
+        self._all_here_at = None
+        self._bad[event.index] = self._bad.get(event.index, 0) + 1
+        if self._bad[event.index] > self._settings.corrupt_max:
+            return [self._fail("chunk_corrupt", f"chunk {event.index}: {event.detail}")]
+        heapq.heappush(self._wanted, event.index)
+        self._lose(event.connection, "chunk_corrupt", event.detail, now)
+        return [CloseConnection(event.connection, "chunk_corrupt")]
+
+    def _note_all_here(self, now: float) -> None:
+        if self._is_manifest_checked and not self._wanted and not self._asked and self._all_here_at is None:
+            self._all_here_at = now
+
+    def _conclude(self) -> list[ReceiverEffect]:
+        assert self._closing is not None
+        if len(self._closing) != len(self._tags):
+            detail = f"the closing record names {len(self._closing)} chunks, the plan has {len(self._tags)}"
+            return [self._fail("manifest_incomplete", detail)]
+        if not self._closing_agrees(self._closing):
+            return [self._fail("manifest_invalid", "the closing record does not name the chunks that came")]
+        self._is_over = True
+        told: list[ReceiverEffect] = [SendVerified(connection) for connection in self._slots.open_connections[:1]]
+        return [*told, Verify()]
+
+    def _fail(self, code: str, detail: str) -> Fail:
+        self._is_over = True
+        return Fail(code, detail)
+
+    def _pump(self) -> list[ReceiverEffect]:
+        """Rule 2: fills the connections' windows in index order, the emptiest connection first."""
+        effects: list[ReceiverEffect] = []
+        counts = dict.fromkeys(self._slots.open_connections, 0)
+        loads = dict(counts)
+        for index, connection in (*self._asked.items(), *self._arrived.items()):
+            if connection in loads:
+                counts[connection] += 1
+                loads[connection] += self._sizes[index]
+        while self._wanted and loads and self._may_ask(self._wanted[0]):
+            connection = min(loads, key=lambda c: (loads[c], counts[c], c))
+            index = self._wanted[0]
+            size = self._sizes[index]
+            if counts[connection] and (
+                counts[connection] >= self._settings.window_chunks
+                or loads[connection] + size > self._settings.window_bytes
+            ):
+                del loads[connection]
+                continue
+            heapq.heappop(self._wanted)
+            self._asked[index] = connection
+            counts[connection] += 1
+            loads[connection] += size
+            effects.append(SendGet(connection, index))
+        return effects
