@@ -3,19 +3,35 @@
 Not here: reading a model's config.json (`layout`), cutting a cache into chunks (`plan`), bytes (`sealing`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import Final, NewType
 
 TransferId = NewType("TransferId", str)
 ChunkIndex = NewType("ChunkIndex", int)
+
+# Of everything that two processes exchange about a transfer: legs, manifest, closing record, sealing. Raised
+# whenever one of them changes its bytes or its meaning; a peer with another one is refused by name.
+WIRE_VERSION: Final = 1
+
+# Bytes of one element, of every dtype that may travel.
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
 class LayerKind(StrEnum):
     FULL = "full"  # MHA, GQA, MQA: one row per token, all tokens
     MLA = "mla"  # latent attention: one compressed row per token, all tokens
     WINDOW = "window"  # sliding-window attention: rows of the last `window - 1` tokens
-    CHUNKED = "chunked"  # chunked attention (Llama 4): rows since the last chunk border
+    CHUNKED = "chunked"  # chunked attention (Llama 4): rows since the last border, `tokens % window` of them
     LINEAR = "linear"  # recurrent state of fixed size: Mamba2, GDN, KDA, Lightning, short conv
     NONE = "none"  # no state of its own (MLP-only or cache-sharing layers)
 
@@ -24,7 +40,7 @@ class Extent(StrEnum):
     """How a tensor's size depends on the number of tokens."""
 
     TOKENS = "tokens"  # [tokens, *row_shape]
-    WINDOW = "window"  # [min(tokens, window - 1), *row_shape]; the rows of the last tokens
+    WINDOW = "window"  # [held, *row_shape]: the last tokens' rows; `layout.held_range` says how many
     STATE = "state"  # [*row_shape]; exact-length: holds only for the token position where it was taken
 
 
@@ -46,7 +62,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """One layer's state. `window` is in tokens (the model's own number: it sees itself and window - 1 before)."""
+    """One layer's state. `window` is in tokens: the model's own number.
+
+    A WINDOW layer's token sees itself and `window - 1` before it; a CHUNKED layer's token sees from the last multiple
+    of `window` on. A layer's rows are all TOKENS or all WINDOW, so that one token range says what it holds.
+    """
 
     index: int
     kind: LayerKind
