@@ -59,7 +59,6 @@ from farfill.router.messages import (
 from farfill.router.policy import Choice, Path
 from farfill.router.states import HEAD_SENT, TERMINAL, TRANSITIONS, RequestState
 
-
 _S = RequestState
 
 
