@@ -27,6 +27,7 @@ from farfill.kv.spec import CacheLayout, ChunkIndex, ChunkSpec
 if TYPE_CHECKING:
     from farfill.kv.fingerprint import Fingerprint
 
+GREEDY_BELOW: Final = 1e-5  # logits divided by less would overflow; vLLM draws the line at the same place
 LOGPROBS_MAX: Final = 20  # OpenAI's own limit for top_logprobs
 STOP_STRINGS_MAX: Final = 16  # OpenAI allows 4, vLLM any number; each costs a search per token
 STOP_STRING_CHARS_MAX: Final = 1024
@@ -40,7 +41,7 @@ class SamplingParams:
     Attributes:
         max_tokens: at most so many tokens for each choice; None: up to the model's maximum length.
         min_tokens: end-of-sequence and stop ids cannot be chosen, nor stop strings matched, before so many tokens.
-        temperature: 0 is greedy (exact argmax, the lowest id at a tie; `seed` and the filters play no part).
+        temperature: 0 (or under GREEDY_BELOW) is greedy (exact argmax, the lowest id at a tie; `seed` and the filters play no part).
         top_p, top_k, min_p: filters on the distribution after temperature; top_k 0 or -1: off.
         seed: choice i draws from its own generator seeded with `seed + i`; None: a fresh random seed.
         stop: strings that end a choice; not part of the text unless `include_stop`.
@@ -98,7 +99,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW
 
 
 def _require(holds: bool, name: str, allowed: str, value: object) -> None:
