@@ -1,0 +1,139 @@
+"""Reading a client's request body: its bounds, its JSON, and the few fields that the gateway itself needs.
+
+Not here: what a parameter means. The decode engine checks its own, so that a client sees one and the same error on
+every path.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from farfill.errors import ClientError, OperationError
+
+# A client that sends its body slower than this for so long holds a place that others need.
+BODY_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A JSON object as the client sent it."""
+
+    raw: bytes
+    fields: Mapping[str, Any]
+
+    @property
+    def model(self) -> str | None:
+        """Raises ClientError: `invalid_request` where it is not a string."""
+        model = self.fields.get("model")
+        if model is not None and not isinstance(model, str):
+            raise ClientError("invalid_request", "model must be a string", field="model")
+        return model
+
+    @property
+    def stream(self) -> bool:
+        """Raises ClientError: `invalid_request` where it is not a boolean."""
+        stream = self.fields.get("stream")
+        if stream is not None and not isinstance(stream, bool):
+            raise ClientError("invalid_request", "stream must be true or false", field="stream")
+        return bool(stream)
+
+
+async def read_raw(request: web.Request, limit_bytes: int) -> bytes:
+    """The body's bytes.
+
+    Raises:
+        ClientError: `body_too_large` over the limit, `unsupported_parameter` for a compressed body.
+        OperationError: `request_timeout` where it does not arrive.
+    """
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ClientError("unsupported_parameter", "send the body uncompressed", field="Content-Encoding")
+    too_large = ClientError("body_too_large", f"the body is larger than the limit of {limit_bytes} bytes")
+    if request.content_length is not None and request.content_length > limit_bytes:
+        raise too_large
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for data in request.content.iter_any():
+                raw += data
+                if len(raw) > limit_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise OperationError("request_timeout", f"the body did not arrive within {BODY_S:g} s") from None
+    return bytes(raw)
+
+
+def parse(raw: bytes) -> Body:
+    """Raises ClientError: `invalid_encoding`, `invalid_json`, `invalid_request`, `unsupported_parameter`."""
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ClientError("invalid_encoding", f"the body is not UTF-8: byte {error.start} is invalid") from None
+    try:
+        value = msgspec.json.decode(raw)
+    except RecursionError:
+        raise ClientError("invalid_json", "the body is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise ClientError("invalid_json", f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ClientError("invalid_request", "the body must be a JSON object")
+    if value.get("kv_transfer_params") is not None:
+        raise ClientError(
+            "unsupported_parameter",
+            "kv_transfer_params is between the gateway and its workers; leave it out",
+            field="kv_transfer_params",
+        )
+    return Body(raw, value)
+
+
+# What /tokenize takes of a client's body: all that changes the prompt's token ids, nothing else.
+_TOKENIZE_FIELDS: Final = (
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
+
+
+def token_ids_given(fields: Mapping[str, Any]) -> list[int] | None:
+    """The prompt's token ids where the client sent those, as one array or as an array of one; else None."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 2**32 for token in prompt):
+        return prompt
+    return None
+
+
+def tokenize_body(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The body for the worker's `/tokenize`; None where there is no text (the engine will say what is wrong)."""
+    body = {name: fields[name] for name in _TOKENIZE_FIELDS if fields.get(name) is not None}
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        body["prompt"] = prompt = prompt[0]
+    if isinstance(prompt, str) or isinstance(body.get("messages"), list):
+        return body
+    return None
+
+
+def prefill_body(model: str, token_ids: list[int], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The prefill leg's body: a whitelist. Patching the client's would carry over what contradicts `max_tokens` 1."""
+    return {
+        "model": model,
+        "prompt": token_ids,
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": dict(kv_transfer_params),
+    }
+
+
+def decode_body(fields: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The decode leg's body: the client's, and where the prompt's cache comes from."""
+    return {**fields, "kv_transfer_params": dict(kv_transfer_params)}
