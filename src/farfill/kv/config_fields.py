@@ -93,6 +93,6 @@ class ConfigFields:
         model = f" of model type {self.model_type!r}" if getattr(self, "model_type", "") else ""
         return ConfigurationError(
             "model_unsupported",
-            f"config.json{model}: field {self._where}{name} {what}; the layout of the cache is not guessed",
+            f"config.json{model}: field {self._where}{name} {what}",
             field=f"{self._where}{name}",
         )

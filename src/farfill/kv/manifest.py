@@ -205,8 +205,8 @@ def check_manifest(
 
     Raises:
         PeerError: `wire_version_unsupported`; `manifest_invalid` (another transfer, epoch or codec, or a wrong chunk
-            list); `fingerprint_mismatch`; `manifest_incomplete` (names the layers and tensors that are missing or extra);
-            `layout_mismatch` (a tensor of another shape, dtype or kind); `prompt_mismatch`.
+            list); `manifest_incomplete` (names the layers, tensors or chunks that are missing or extra);
+            `layout_mismatch` (a tensor of another shape, dtype or kind); `fingerprint_mismatch`; `prompt_mismatch`.
     """
     if manifest.wire_version != WIRE_VERSION:
         raise _unsupported(manifest.wire_version, "manifest")

@@ -85,7 +85,7 @@ def closing_index(plan: Sequence[ChunkSpec]) -> ChunkIndex:
 
 
 def manifest_bytes_max(plan: Sequence[ChunkSpec]) -> int:
-    """An upper bound of the encoded manifest, in plaintext bytes; `manifest.encode` keeps to it."""
+    """An upper bound of the encoded manifest, in plaintext bytes; `manifest.encode_manifest` keeps to it."""
     return MANIFEST_HEAD_BYTES_MAX + _MANIFEST_ENTRY_BYTES * len(plan)
 
 
