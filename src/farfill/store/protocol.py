@@ -8,19 +8,21 @@ from typing import Final
 
 import msgspec
 
+from farfill.kv import limits
+from farfill.kv.sealing import SEAL_OVERHEAD_BYTES
 from farfill.transfer.spec import StoreAddress
 
-# A chunk is 1 to 4 MiB by design; a state chunk of a large recurrent layer may be bigger. 64 MiB is a bug.
-CHUNK_BYTES_MAX: Final = 64 * 1024**2
-# 80 layers x 128K tokens on a 128-token grid are 82,000 chunks. The bitmap of `Present` (32 KiB) follows from it.
-CHUNKS_MAX: Final = 262_144
-# A 128K-token prompt of a 70B GQA model is about 40 GB; twice that is a bug or an attack.
-TRANSFER_BYTES_MAX: Final = 80 * 1024**3
+# What the kv layer allows, and the seal around it; the manifest and the closing record are chunks too. The bitmap of
+# `Present` (32 KiB) follows from the number of chunks.
+CHUNK_BYTES_MAX: Final = limits.CHUNK_BYTES_MAX + SEAL_OVERHEAD_BYTES
+CHUNKS_MAX: Final = limits.CHUNKS_MAX + 2
+TRANSFER_BYTES_MAX: Final = limits.TRANSFER_BYTES_MAX + CHUNKS_MAX * SEAL_OVERHEAD_BYTES + 2 * CHUNK_BYTES_MAX
 NAME_CHARS_MAX: Final = 200  # identities and transfer ids
 DETAIL_CHARS_MAX: Final = 500  # the sentence that goes with a code
 
 # The identity of every peer where there is no TLS, which is allowed on loopback alone: it may do what any peer may.
-LOOPBACK: Final = "loopback"
+# No certificate can carry it, for `tls.NAME_PATTERN` has no parentheses.
+LOOPBACK: Final = "(loopback)"
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put", forbid_unknown_fields=True):

@@ -296,8 +296,9 @@ class ReceiverMachine:
         if self._bad[event.index] > self._settings.corrupt_max:
             return [self._fail("chunk_corrupt", f"chunk {event.index}: {event.detail}")]
         heapq.heappush(self._wanted, event.index)
+        is_open = event.connection in self._slots.open_connections  # else an earlier bad chunk of it has closed it
         self._lose(event.connection, "chunk_corrupt", event.detail, now)
-        return [CloseConnection(event.connection, "chunk_corrupt")]
+        return [CloseConnection(event.connection, "chunk_corrupt")] if is_open else []
 
     def _note_all_here(self, now: float) -> None:
         if self._is_manifest_checked and not self._wanted and not self._asked and self._all_here_at is None:
