@@ -80,6 +80,15 @@ class ClosingOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class ClosingRefused:
+    """The closing record has been opened and cannot be this transfer's."""
+
+    connection: ConnectionId
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkBad:
     """The chunk (of any kind) did not open or has the wrong size."""
 
@@ -98,6 +107,7 @@ ReceiverEvent = (
     | ManifestRefused
     | ChunkOpened
     | ClosingOpened
+    | ClosingRefused
     | ChunkBad
     | RefusedReceived
     | Cancelled
@@ -217,6 +227,9 @@ class ReceiverMachine:
                 if self._take(event.connection, len(self._sizes) - 1):
                     self._closing = event.tags
                     self._slots.progressed()
+            case ClosingRefused():
+                if self._take(event.connection, len(self._sizes) - 1):
+                    return [self._fail(event.code, event.detail)]
             case ChunkBad():
                 if self._take(event.connection, event.index):
                     effects += self._retry(event, now)
