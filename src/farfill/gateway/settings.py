@@ -71,7 +71,7 @@ class GatewayClocks:
         drain_s: on SIGTERM, for requests in flight to end.
     """
 
-    transfer: Clocks = Clocks()
+    transfer: Clocks = field(default_factory=Clocks)
     request_s: float = 600.0
     lease_s: float = 30.0
     poll_s: float = 2.0
@@ -92,7 +92,7 @@ class GatewaySettings:
     port: int = 8000
     relay: RelayAddress | None = None
     tenants: tuple[Tenant, ...] = ()
-    router: RouterSettings = RouterSettings()
+    router: RouterSettings = field(default_factory=RouterSettings)
     chunk_tokens: int = 256
     fallback: FallbackRules = field(default_factory=FallbackRules)
     clocks: GatewayClocks = field(default_factory=GatewayClocks)
