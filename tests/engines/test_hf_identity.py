@@ -1,8 +1,6 @@
-"""Rule: a cache that went through bytes into another engine decodes exactly what a local run decodes, for every kind."""
+"""Rule: a cache that went through bytes into another engine decodes exactly what a local run decodes; every kind."""
 
 import pytest
-
-pytest.importorskip("torch")
 from hf_kit import GREEDY, MemoryTransfer, Recorder, prompt_of, reference_greedy, run, transfer
 from tiny_models import CHUNK_TOKENS, KINDS, WINDOW
 

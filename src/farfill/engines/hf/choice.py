@@ -73,12 +73,21 @@ class Choice:
         return [self._tokens(token_id, text, logprob)]
 
     def _finish(
-        self, token_id: int, text: str, logprob: TokenLogprob | None, reason: FinishReason, stop_reason: int | None
+        self,
+        token_id: int,
+        text: str,
+        logprob: TokenLogprob | None,
+        reason: FinishReason,
+        stop_reason: str | int | None,
     ) -> list[EngineEvent]:
         self.finished = True
-        tail, stop = self._stops.push(self._detokenizer.flush())  # an unfinished character may complete a stop string
-        if stop is None:
-            tail += self._stops.flush()
+        tail = self._detokenizer.flush()
+        if len(self.token_ids) >= self._params.min_tokens:
+            tail, stop = self._stops.push(tail)  # what was held back of a character may complete a stop string
+            if stop is None:
+                tail += self._stops.flush()
+            else:
+                reason, stop_reason = "stop", stop
         return [self._tokens(token_id, text, logprob), ChoiceFinished(self._index, tail, reason, stop_reason)]
 
     def _tokens(self, token_id: int, text: str, logprob: TokenLogprob | None) -> TokensGenerated:

@@ -11,6 +11,9 @@ REPLACEMENT: Final = "\ufffd"
 PENDING_TOKENS_MAX: Final = 8
 # Of those bytes, three at most can still wait for their last one.
 PENDING_CHARS_MAX: Final = 3
+# Without a clean border the window would grow for ever. What is kept must hold the pending characters.
+GARBAGE_TOKENS_MAX: Final = 64
+GARBAGE_TOKENS_KEPT: Final = 16
 
 
 class Detokenizer:
@@ -31,7 +34,7 @@ class Detokenizer:
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             piece = text[self._emitted :]
-            if piece:
+            if piece or len(self._window) - self._border > PENDING_TOKENS_MAX:  # special tokens may give no text
                 self._restart(self._window[self._border :], pending_chars=0)
                 self._border = len(self._window)
             return piece
@@ -40,8 +43,10 @@ class Detokenizer:
         # Not text, whatever comes next: give out all but what may still be the beginning of a character.
         pending = min(PENDING_CHARS_MAX, len(text) - len(text.rstrip(REPLACEMENT)))
         piece = text[self._emitted : len(text) - pending]
-        self._restart(self._window[-PENDING_TOKENS_MAX // 2 :], pending_chars=pending)
-        self._border = 0
+        self._emitted = max(self._emitted, len(text) - pending)
+        if len(self._window) > GARBAGE_TOKENS_MAX:
+            self._restart(self._window[-GARBAGE_TOKENS_KEPT:], pending_chars=pending)
+            self._border = 0
         return piece
 
     def flush(self) -> str:
