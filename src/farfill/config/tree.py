@@ -85,6 +85,9 @@ class ClockSettings(Struct, frozen=True, kw_only=True):
     transfer_s: Annotated[Seconds, Meta(description="from reservation to a verified cache")] = 300.0
     verify_s: Annotated[Seconds, Meta(description="from the last chunk to a verified cache")] = 10.0
     request_s: Annotated[Seconds, Meta(description="the whole request")] = 600.0
+    lease_s: Annotated[Seconds, Meta(description="a store's lease; renewed while the transfer runs")] = 30.0
+    poll_s: Annotated[Seconds, Meta(description="between two looks at a worker")] = 2.0
+    ready_s: Annotated[Seconds, Meta(description="how long one answer of /ready holds")] = 3.0
     drain_s: Annotated[Seconds, Meta(description="on SIGTERM, for requests in flight to end")] = 30.0
 
 
@@ -136,14 +139,21 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     ] = ""
     served_name: Annotated[str, Meta(description="the name clients use; empty: the folder's name")] = ""
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="auto: as in the model's config.json")
-    ] = "auto"
+        Literal["float32", "bfloat16", "float16"],
+        Meta(description="of weights, computation and cache; the same on both sides; float32 is fastest on most CPUs"),
+    ] = "float32"
     max_model_len: Annotated[
         int, Meta(ge=0, le=100_000_000, description="prompt and output tokens together; 0: the model's own")
     ] = 0
-    threads: Annotated[int, Meta(ge=0, le=4096, description="CPU threads for PyTorch; 0: PyTorch's own choice")] = 0
+    threads: Annotated[
+        int, Meta(ge=1, le=4096, description="CPU threads for one operation; sites that agree bit for bit use the same")
+    ] = 1
     chunk_tokens: Annotated[int, Meta(ge=1, le=65_536, description="tokens computed in one step of prefill")] = 256
+    running: Annotated[int, Meta(ge=1, le=10_000, description="requests that the engine works on at once")] = 8
     requests: Annotated[int, Meta(ge=1, le=100_000, description="requests in flight; more get 503 queue_full")] = 64
+    prefix_cache_bytes: Annotated[
+        int, Meta(ge=0, le=64 * 1024**4, description="memory for caches of earlier prompts; 0: none")
+    ] = 256 * 1024**2
     host: Annotated[str, Meta(min_length=1, description="address to listen on; off loopback tls is required")] = (
         "127.0.0.1"
     )
