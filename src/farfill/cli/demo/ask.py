@@ -87,7 +87,12 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         data = line[5:].strip()
         if data == b"[DONE]":
             return
-        yield json.loads(data)
+        try:
+            yield json.loads(data)
+        except ValueError as error:
+            raise OperationError(
+                "protocol_violation", f"the gateway's stream has an event cut off: {data!r}"
+            ) from error
     raise OperationError("protocol_violation", "the gateway's stream ended before [DONE]")
 
 
