@@ -47,7 +47,26 @@ GDN: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
     "shared_expert_intermediate_size": 32,
+}
+NEMOTRON: dict[str, Any] = {
+    "ssm_state_size": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
+KIMI_LINEAR_ATTENTION: dict[str, Any] = {
+    "full_attn_layers": [2],
+    "kda_layers": [1],
+    "head_dim": 16,
+    "num_heads": 4,
+    "short_conv_kernel_size": 4,
 }
 ALTERNATING = ["sliding_attention", "full_attention"]
 
@@ -65,6 +84,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "qwen2",
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         "full window window",
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**EXPERTS, "num_hidden_layers": 1, "shared_expert_intermediate_size": 32, "use_sliding_window": False},
+        "full",
     ),
     "qwen3": ("qwen3", {"num_hidden_layers": 1, "head_dim": 24}, "full"),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "num_hidden_layers": 1, "head_dim": 24}, "full"),
@@ -86,7 +110,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
             "sliding_window": 8,
             "layer_types": ALTERNATING * 2,
             "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
         },
         "window full none none",
     ),
@@ -120,12 +145,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_hidden_layers": 4, "head_dim": 16, "attention_chunk_size": 8, "num_local_experts": 2}
         | {"num_experts_per_tok": 1, "intermediate_size_mlp": 32},
         "chunked chunked chunked full",
-    ),
-    "mimo_v2_flash": (
-        "mimo_v2_flash",
-        {"num_hidden_layers": 2, "head_dim": 24, "v_head_dim": 16, "sliding_window": 8, "n_routed_experts": 4}
-        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
-        "",  # its own test below: the public config.json has other fields than the one that Transformers saves
     ),
     "deepseek_v3": (
         "deepseek_v3",
@@ -161,9 +180,73 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
         "linear full",
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {**EXPERTS, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+        | {"num_dense_layers": 1},
+        "linear full",
+    ),
+    "mamba2": (
+        "mamba2",
+        {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "conv_kernel": 4},
+        "linear linear",
+    ),
     "minimax": (
         "minimax",
         {"num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8},
+        "full linear",
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {**LATENT, "num_hidden_layers": 2, "num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4}
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_attn_config": KIMI_LINEAR_ATTENTION},
+        "linear mla",
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"], "head_dim": 16, **NEMOTRON},
+        "linear full none none",
+    ),
+}
+# Configs as their makers publish them, with fields that Transformers renames when it loads them.
+PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
+    "kimi_linear": (
+        {**LATENT, "model_type": "kimi_linear", "num_hidden_layers": 2, "num_local_experts": 4}
+        | {"linear_attn_config": KIMI_LINEAR_ATTENTION},
+        "linear mla",
+    ),
+    "nemotron_h": (
+        {"model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M*-E", "head_dim": 16}
+        | {**NEMOTRON, "mamba_ssm_cache_dtype": "float32"},
+        "linear full none none",
+    ),
+    "mimo_v2_flash": (
+        {"model_type": "mimo_v2_flash", "num_hidden_layers": 2, "hybrid_layer_pattern": [0, 1]}
+        | {"head_dim": 24, "v_head_dim": 16, "sliding_window": 8, "sliding_window_size": 8, "swa_head_dim": 24}
+        | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_v_head_dim": 16, "n_routed_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+        "full window",
+    ),
+    "gemma4": (
+        {"model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 8, "num_kv_shared_layers": 0}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        | {"hidden_size_per_layer_input": 0},
+        "window window full",
+    ),
+    "qwen3_next": (
+        {**EXPERTS, **GDN, "model_type": "qwen3_next", "num_hidden_layers": 2, "full_attention_interval": 2},
+        "linear full",
+    ),
+    "gemma3": (
+        {"model_type": "gemma3_text", "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 8}
+        | {"sliding_window_pattern": 2},
+        "window full",
+    ),
+    "minimax": (
+        {"model_type": "minimax", "num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 2, "block_size": 8}
+        | {"num_experts_per_tok": 1, "layer_types": ["linear_attention", "full_attention"]},
         "linear full",
     ),
 }
@@ -224,7 +307,7 @@ def assert_layout_is_what_is_cached(layout: CacheLayout, config: Any, dtype: str
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2]])
+@pytest.mark.parametrize("case", CASES)
 def test_the_layout_is_what_transformers_caches(case: str, dtype: str, tmp_path: Path) -> None:
     model_type, fields, kinds = CASES[case]
     config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **fields})
@@ -232,3 +315,12 @@ def test_the_layout_is_what_transformers_caches(case: str, dtype: str, tmp_path:
     layout = layout_from_config(json.loads((tmp_path / "config.json").read_text()), dtype=dtype)
     assert [layer.kind.value for layer in layout.layers] == kinds.split()
     assert_layout_is_what_is_cached(layout, config, dtype)
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_configs_as_published_give_the_layout_that_transformers_caches(case: str) -> None:
+    fields, kinds = PUBLISHED[case]
+    published = {**COMMON, **fields}
+    layout = layout_from_config(published, dtype="bfloat16")
+    assert [layer.kind.value for layer in layout.layers] == kinds.split()
+    assert_layout_is_what_is_cached(layout, transformers.AutoConfig.for_model(**published), "bfloat16")

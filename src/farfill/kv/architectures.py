@@ -1,19 +1,20 @@
 """What each architecture's config.json says about its cache: a table from model type to a reading of its fields.
 
-Not here: recurrent layers' shapes (`recurrent`), sizes and checks of a finished layout (`layout`).
+Not here: models with recurrent layers (`hybrids`), the shapes of single layers (`layer_shapes`), sizes and checks of
+a finished layout (`layout`).
 
 Sources: the configuration and modeling code of Transformers 5.24, which the tests run against. A default is taken
 only where it is the architecture's own definition there, and then it stands here with its reason. Everything else that
 is missing is an error. Layers for multi-token prediction keep no cache of their own in the main model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from farfill.errors import ConfigurationError
-from farfill.kv import recurrent
+from farfill.kv import hybrids
 from farfill.kv.config_fields import ConfigFields
-from farfill.kv.recurrent import LayerShape, attention, latent, linear, nothing
+from farfill.kv.layer_shapes import LayerShape, attention, by_type, grouped_heads, latent, nothing
 from farfill.kv.spec import DTYPE_BYTES, CacheLayout, LayerKind, LayerLayout
 
 _Reading = Callable[[ConfigFields, str], list[LayerShape]]
@@ -32,9 +33,10 @@ def read_config(config: Mapping[str, Any], *, dtype: str | None) -> CacheLayout:
     reading = _READINGS.get(fields.model_type)
     if reading is None:
         raise fields.unsupported("model_type", f"is {fields.model_type!r}; known are {', '.join(sorted(_READINGS))}")
+    if fields.has("per_layer_config") and fields.raw("per_layer_config") and reading is not _gemma4:
+        raise fields.unsupported("per_layer_config", "is not understood for this architecture")
     shapes = reading(fields, _dtype(dtype, fields, outer))
     layers = tuple(LayerLayout(index, shape.kind, shape.tensors, shape.window) for index, shape in enumerate(shapes))
-    assert len(layers) == fields.layers
     return CacheLayout(fields.model_type, layers)
 
 
@@ -58,45 +60,12 @@ def _dtype(override: str | None, *configs: ConfigFields) -> str:
     raise configs[0].unsupported("dtype", "is missing (nor is there torch_dtype): say which dtype to serve with")
 
 
-# Attention by heads. `head_dim` may be missing where the modeling code itself derives it from the hidden size.
-_DERIVES_HEAD_DIM: Final = frozenset(
-    {
-        "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "phi3", "cohere2", "olmo2", "olmo3", "olmoe", "granite",
-        "granitemoe", "smollm3", "granitemoehybrid", "bamba", "jamba", "lfm2", "lfm2_moe",
-    }
-)  # fmt: skip
-
-
-def _head_dim(fields: ConfigFields) -> int:
-    if not fields.has("head_dim") and fields.model_type in _DERIVES_HEAD_DIM:
-        return fields.quotient("hidden_size", "num_attention_heads")
-    return fields.number("head_dim")
-
-
-def _heads(fields: ConfigFields, dtype: str, *, window: int | None = None) -> LayerShape:
-    kind = LayerKind.FULL if window is None else LayerKind.WINDOW
-    return attention(kind, fields.number("num_key_value_heads"), _head_dim(fields), dtype=dtype, window=window)
-
-
-def _by_type(
-    fields: ConfigFields, types: Sequence[Any], shapes: Mapping[str, Callable[[], LayerShape]]
-) -> list[LayerShape]:
-    """One layer for each entry of `types`; an entry that `shapes` has not is an error."""
-    layers = []
-    for position, name in enumerate(types):
-        shape = shapes.get(name) if isinstance(name, str) else None
-        if shape is None:
-            raise fields.unsupported("layer_types", f"has {name!r} at layer {position}; known are {', '.join(shapes)}")
-        layers.append(shape())
-    return layers
-
-
 def _full(fields: ConfigFields, dtype: str) -> list[LayerShape]:
     """Every layer sees everything."""
     if fields.has("sliding_window"):
         raise fields.unsupported("sliding_window", "is set, but this architecture has no window")
     types = fields.per_layer("layer_types") if fields.has("layer_types") else ["full_attention"] * fields.layers
-    return _by_type(fields, types, {"full_attention": lambda: _heads(fields, dtype)})
+    return by_type(fields, types, {"full_attention": lambda: grouped_heads(fields, dtype)})
 
 
 def _windowed(default_types: Callable[[ConfigFields], list[str]]) -> _Reading:
@@ -106,12 +75,12 @@ def _windowed(default_types: Callable[[ConfigFields], list[str]]) -> _Reading:
         types = fields.per_layer("layer_types") if fields.has("layer_types") else default_types(fields)
         if fields.has("use_bidirectional_attention") and fields.raw("use_bidirectional_attention") is True:
             raise fields.unsupported("use_bidirectional_attention", "is true: such a model does not decode")
-        return _by_type(
+        return by_type(
             fields,
             types,
             {
-                "full_attention": lambda: _heads(fields, dtype),
-                "sliding_attention": lambda: _heads(fields, dtype, window=fields.number("sliding_window")),
+                "full_attention": lambda: grouped_heads(fields, dtype),
+                "sliding_attention": lambda: grouped_heads(fields, dtype, window=fields.number("sliding_window")),
             },
         )
 
@@ -150,25 +119,45 @@ def _must_say(fields: ConfigFields) -> list[str]:
 
 
 def _gemma4(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """Full layers have heads of their own size; the last layers read an earlier layer's cache and keep none."""
-    if fields.has("per_layer_config"):
-        raise fields.unsupported("per_layer_config", "is not understood")
+    """Full layers have heads of their own size; the last layers read an earlier layer's cache and keep none.
 
-    def full() -> LayerShape:
-        own = fields.flag("attention_k_eq_v") and fields.has("num_global_key_value_heads")
-        heads = fields.number("num_global_key_value_heads" if own else "num_key_value_heads")
-        return attention(LayerKind.FULL, heads, fields.number("global_head_dim"), dtype=dtype)
-
-    layers = _by_type(
-        fields,
-        fields.per_layer("layer_types"),
-        {
-            "full_attention": full,
-            "sliding_attention": lambda: _heads(fields, dtype, window=fields.number("sliding_window")),
-        },
-    )
+    Published configs say the full layers' sizes in two fields, those that Transformers 5 saves layer by layer.
+    """
+    layers = []
+    for position, name in enumerate(fields.per_layer("layer_types")):
+        if name not in ("full_attention", "sliding_attention"):
+            raise fields.unsupported("layer_types", f"has {name!r} at layer {position}")
+        full = name == "full_attention"
+        if fields.has("per_layer_config"):
+            heads, head_dim = _own_heads(fields, position)
+        elif full:
+            own = fields.flag("attention_k_eq_v") and fields.has("num_global_key_value_heads")
+            heads = fields.number("num_global_key_value_heads" if own else "num_key_value_heads")
+            head_dim = fields.number("global_head_dim")
+        else:
+            heads, head_dim = fields.number("num_key_value_heads"), fields.number("head_dim")
+        window = None if full else fields.number("sliding_window")
+        layers.append(
+            attention(LayerKind.FULL if full else LayerKind.WINDOW, heads, head_dim, dtype=dtype, window=window)
+        )
     keeping = fields.layers - fields.count("num_kv_shared_layers")
+    if keeping < 1:
+        raise fields.unsupported("num_kv_shared_layers", f"leaves no layer of {fields.layers} with a cache")
     return layers[:keeping] + [nothing() for _ in layers[keeping:]]
+
+
+def _own_heads(fields: ConfigFields, position: int) -> tuple[int, int]:
+    """(heads, head_dim) of one layer, where `per_layer_config` says what differs from the general fields."""
+    overrides = fields.part("per_layer_config")
+    if not overrides.has(str(position)):
+        return fields.number("num_key_value_heads"), fields.number("head_dim")
+    own = overrides.part(str(position))
+    unknown = [name for name in own.raw_names() if name not in ("head_dim", "num_key_value_heads")]
+    if unknown:
+        raise own.unsupported(unknown[0], "is not understood")
+    heads = (own if own.has("num_key_value_heads") else fields).number("num_key_value_heads")
+    head_dim = (own if own.has("head_dim") else fields).number("head_dim")
+    return heads, head_dim
 
 
 def _llama4(fields: ConfigFields, dtype: str) -> list[LayerShape]:
@@ -184,7 +173,7 @@ def _llama4(fields: ConfigFields, dtype: str) -> list[LayerShape]:
             ropes = [int((layer + 1) % period != 0) for layer in range(fields.layers)]
         types = ["chunked_attention" if rope else "full_attention" for rope in ropes]
     heads, head_dim = fields.number("num_key_value_heads"), fields.number("head_dim")
-    return _by_type(
+    return by_type(
         fields,
         types,
         {
@@ -233,154 +222,6 @@ def _mla(fields: ConfigFields, dtype: str) -> list[LayerShape]:
     return [latent(fields, dtype) for _ in range(fields.layers)]
 
 
-def _kimi_linear(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """KDA layers and MLA layers, listed by number, the first being 1."""
-    lists = fields.part("linear_attn_config")
-    full, kda = lists.sequence("full_attn_layers"), lists.sequence("kda_layers")
-    if sorted([*full, *kda]) != list(range(1, fields.layers + 1)):
-        raise lists.unsupported("kda_layers", "and full_attn_layers do not name each layer exactly once")
-    kda_shape = recurrent.kda(lists, dtype)
-    return [kda_shape if number in kda else latent(fields, dtype) for number in range(1, fields.layers + 1)]
-
-
-def _gdn(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """Gated delta net, with a full layer at each `full_attention_interval`."""
-    if fields.has("layer_types"):
-        types = fields.per_layer("layer_types")
-    else:
-        period = fields.number("full_attention_interval")
-        types = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(fields.layers)]
-    return _by_type(
-        fields,
-        types,
-        {"full_attention": lambda: _heads(fields, dtype), "linear_attention": lambda: recurrent.gdn(fields, dtype)},
-    )
-
-
-def _nemotron_h(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """One block a layer: M Mamba2, * attention, E experts, - MLP; the last two keep nothing."""
-    if fields.has("hybrid_override_pattern"):
-        names = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
-        types = [names.get(letter, letter) for letter in fields.per_layer("hybrid_override_pattern")]
-    else:
-        types = list(fields.per_layer("layers_block_type"))
-    recurrent.require_float32_state(fields, "mamba_ssm_cache_dtype")
-    inner = fields.number("mamba_num_heads") * fields.number("mamba_head_dim")
-
-    def mamba() -> LayerShape:
-        return recurrent.mamba2(
-            inner=inner,
-            heads=fields.number("mamba_num_heads"),
-            head_dim=fields.number("mamba_head_dim"),
-            state=fields.number("ssm_state_size"),
-            groups=fields.number("n_groups"),
-            kernel=fields.number("conv_kernel"),
-            dtype=dtype,
-        )
-
-    return _by_type(
-        fields,
-        types,
-        {
-            "linear_attention": mamba,
-            "mamba": mamba,
-            "full_attention": lambda: _heads(fields, dtype),
-            "attention": lambda: _heads(fields, dtype),
-            "moe": nothing,
-            "mlp": nothing,
-        },
-    )
-
-
-def _granite_hybrid(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """Granite 4: Mamba2 and attention layers."""
-    name = "layer_types" if fields.has("layer_types") else "layers_block_type"
-
-    def mamba() -> LayerShape:
-        return recurrent.mamba2_expanded(fields, dtype)
-
-    def full() -> LayerShape:
-        return _heads(fields, dtype)
-
-    shapes = {"mamba": mamba, "linear_attention": mamba, "attention": full, "full_attention": full}
-    return _by_type(fields, fields.per_layer(name), shapes)
-
-
-def _bamba(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    at = fields.sequence("attn_layer_indices")
-    shape = recurrent.mamba2_expanded(fields, dtype)
-    return [_heads(fields, dtype) if layer in at else shape for layer in range(fields.layers)]
-
-
-def _falcon_h1(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """Attention and Mamba2 side by side in each layer."""
-    shape = recurrent.mamba2(
-        inner=fields.number("mamba_d_ssm"),
-        heads=fields.number("mamba_n_heads"),
-        head_dim=fields.number("mamba_d_head"),
-        state=fields.number("mamba_d_state"),
-        groups=fields.number("mamba_n_groups"),
-        kernel=fields.number("mamba_d_conv"),
-        dtype=dtype,
-    )
-    rows = _heads(fields, dtype)
-    return [LayerShape(LayerKind.FULL, rows.tensors + shape.tensors) for _ in range(fields.layers)]
-
-
-def _jamba(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """Mamba (1), with attention at `attn_layer_offset` of each `attn_layer_period` layers."""
-    period, offset = fields.number("attn_layer_period"), fields.count("attn_layer_offset")
-    shape = recurrent.mamba1(fields, dtype)
-    return [_heads(fields, dtype) if layer % period == offset else shape for layer in range(fields.layers)]
-
-
-def _mamba2(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    shape = recurrent.mamba2(
-        inner=fields.number("num_heads") * fields.number("head_dim"),
-        heads=fields.number("num_heads"),
-        head_dim=fields.number("head_dim"),
-        state=fields.number("state_size"),
-        groups=fields.number("n_groups"),
-        kernel=fields.number("conv_kernel"),
-        dtype=dtype,
-    )
-    return [shape] * fields.layers
-
-
-def _minimax(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """Lightning attention; older configs say 0 (lightning) or 1 (full) for each layer in `attn_type_list`."""
-    if fields.has("layer_types"):
-        types = list(fields.per_layer("layer_types"))
-    else:
-        names = {0: "linear_attention", 1: "full_attention"}
-        types = [names.get(number, number) for number in fields.per_layer("attn_type_list")]
-    return _by_type(
-        fields,
-        types,
-        {
-            "full_attention": lambda: _heads(fields, dtype),
-            "linear_attention": lambda: recurrent.lightning(fields, dtype),
-        },
-    )
-
-
-def _lfm2(fields: ConfigFields, dtype: str) -> list[LayerShape]:
-    """Short convolutions, with attention at `full_attn_idxs` where there are no `layer_types`."""
-    if fields.has("layer_types"):
-        types = fields.per_layer("layer_types")
-    else:
-        at = fields.sequence("full_attn_idxs")
-        types = ["full_attention" if layer in at else "conv" for layer in range(fields.layers)]
-    return _by_type(
-        fields,
-        types,
-        {
-            "full_attention": lambda: _heads(fields, dtype),
-            "conv": lambda: linear(conv=(fields.number("hidden_size"), fields.number("conv_L_cache")), dtype=dtype),
-        },
-    )
-
-
 _READINGS: Final[Mapping[str, _Reading]] = {
     **dict.fromkeys(
         ("llama", "gemma", "glm4", "glm4_moe", "granite", "granitemoe", "minimax_m2", "olmo2", "olmoe", "smollm3"),
@@ -396,15 +237,16 @@ _READINGS: Final[Mapping[str, _Reading]] = {
     "gemma4_text": _gemma4,
     "llama4_text": _llama4,
     "mimo_v2_flash": _mimo,
+    # Kimi K2 is DeepSeek-V3's architecture under a name of its own.
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _mla),
-    "kimi_linear": _kimi_linear,
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _gdn),
-    "nemotron_h": _nemotron_h,
-    "granitemoehybrid": _granite_hybrid,
-    "bamba": _bamba,
-    "falcon_h1": _falcon_h1,
-    "jamba": _jamba,
-    "mamba2": _mamba2,
-    "minimax": _minimax,
-    **dict.fromkeys(("lfm2", "lfm2_moe"), _lfm2),
+    "kimi_linear": hybrids.kimi_linear,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), hybrids.gdn),
+    "nemotron_h": hybrids.nemotron_h,
+    "granitemoehybrid": hybrids.granite_hybrid,
+    "bamba": hybrids.bamba,
+    "falcon_h1": hybrids.falcon_h1,
+    "jamba": hybrids.jamba,
+    "mamba2": hybrids.mamba2,
+    "minimax": hybrids.minimax,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), hybrids.lfm2),
 }

@@ -31,6 +31,10 @@ class ConfigFields:
             raise self.unsupported(name, "is missing")
         return value
 
+    def raw_names(self) -> list[str]:
+        """The names of all fields, in the config's order."""
+        return list(self._fields)
+
     def number(self, name: str, *, maximum: int = DIMENSION_MAX) -> int:
         """A positive integer."""
         value = self.raw(name)
@@ -62,10 +66,10 @@ class ConfigFields:
         return ConfigFields(value, where=f"{self._where}{name}.", model_type=self.model_type)
 
     def sequence(self, name: str) -> Sequence[Any]:
-        """A list of any length."""
+        """A list of one to LAYERS_MAX entries."""
         value = self.raw(name)
-        if not isinstance(value, list | tuple):
-            raise self.unsupported(name, f"is {value!r}; a list is needed")
+        if not isinstance(value, list | tuple) or not 1 <= len(value) <= LAYERS_MAX:
+            raise self.unsupported(name, f"is {value!r}; a list of 1 to {LAYERS_MAX} entries is needed")
         return value
 
     def per_layer(self, name: str) -> Sequence[Any]:

@@ -330,6 +330,12 @@ def _require_transfer(what: str, their_id: str, their_epoch: int, transfer_id: T
 
 def _require_layout(theirs: CacheLayout, ours: CacheLayout) -> None:
     check_layout(theirs)
+    if theirs.model_type != ours.model_type:
+        raise PeerError(
+            "layout_mismatch",
+            f"the manifest is of model type {theirs.model_type!r}; this side serves {ours.model_type!r}",
+            field="layout",
+        )
     differences = []
     for missing in ours.layers[len(theirs.layers) :]:
         differences.append(f"layer {missing.index} is missing")

@@ -1,14 +1,15 @@
 """The shapes of single layers: rows of attention, latents, and the fixed states of recurrent layers.
 
-Not here: which layer of a model is which (`architectures`).
+Not here: which layer of a model is which (`architectures`, `hybrids`).
 
 Recurrent states are float32 whatever the model's dtype, for that is how Transformers 5.24 keeps them (and how vLLM does
 by default for these models); the one exception is Lightning attention. Convolution states have the full kernel's
 width and the model's dtype.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from farfill.kv.config_fields import ConfigFields
 from farfill.kv.spec import Extent, LayerKind, TensorSpec
@@ -41,6 +42,39 @@ def attention(
         (TensorSpec("k", extent, (heads, key_dim), dtype), TensorSpec("v", extent, (heads, value_dim), dtype)),
         window,
     )
+
+
+# Attention by heads. `head_dim` may be missing where the modeling code itself derives it from the hidden size.
+_DERIVES_HEAD_DIM: Final = frozenset(
+    {
+        "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "phi3", "cohere2", "olmo2", "olmo3", "olmoe", "granite",
+        "granitemoe", "smollm3", "granitemoehybrid", "bamba", "jamba", "lfm2", "lfm2_moe",
+    }
+)  # fmt: skip
+
+
+def head_dim_of(fields: ConfigFields) -> int:
+    if not fields.has("head_dim") and fields.model_type in _DERIVES_HEAD_DIM:
+        return fields.quotient("hidden_size", "num_attention_heads")
+    return fields.number("head_dim")
+
+
+def grouped_heads(fields: ConfigFields, dtype: str, *, window: int | None = None) -> LayerShape:
+    kind = LayerKind.FULL if window is None else LayerKind.WINDOW
+    return attention(kind, fields.number("num_key_value_heads"), head_dim_of(fields), dtype=dtype, window=window)
+
+
+def by_type(
+    fields: ConfigFields, types: Sequence[Any], shapes: Mapping[str, Callable[[], LayerShape]]
+) -> list[LayerShape]:
+    """One layer for each entry of `types`; an entry that `shapes` has not is an error."""
+    layers = []
+    for position, name in enumerate(types):
+        shape = shapes.get(name) if isinstance(name, str) else None
+        if shape is None:
+            raise fields.unsupported("layer_types", f"has {name!r} at layer {position}; known are {', '.join(shapes)}")
+        layers.append(shape())
+    return layers
 
 
 def latent(fields: ConfigFields, dtype: str) -> LayerShape:
