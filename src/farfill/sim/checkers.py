@@ -12,6 +12,8 @@ machine, it is for a figure that it exports. A checker never changes anything.
     remote          a response that says remote moved bytes, and so did the worker
     fallback        starts before the head or never; is named in the header; its budget is kept
     terminal        one outcome for each request, nothing to the client after it, an end of the response before it
+    excuse          a request that got nothing had a reason: its policy, its budget, or no decode worker left
+    complete        a prefill leg is done when the store has acknowledged every chunk
     lease           each grant that the gateway got is released once or was lost; none is held at the end
     liveness        every request ends within its clocks; after healing every store is empty and every wait is over
 """
@@ -97,8 +99,16 @@ class Checkers:
 
     # --- transfer ---------------------------------------------------------------------------------------------------
 
-    def verified(self, transfer: str, opened: Sequence[int], planned: int, differing: Sequence[int]) -> None:
-        """A receiver says VERIFIED: which data chunks its driver opened, and whose bytes are not the prompt's."""
+    def verified(
+        self, transfer: str, opened: Sequence[int], planned: int, differing: Sequence[int], is_closed: bool
+    ) -> None:
+        """A receiver says VERIFIED.
+
+        Args:
+            opened: the data chunks that its driver opened, of 1 to `planned`.
+            differing: those whose bytes are not the prompt's.
+            is_closed: the closing record names the tags of what was opened.
+        """
         self.count("verified")
         self.require(
             list(opened) == list(range(1, planned + 1)),
@@ -106,6 +116,7 @@ class Checkers:
             f"{transfer}: VERIFIED with chunks {list(opened)} of {planned} opened",
         )
         self.require(not differing, "verified", f"{transfer}: VERIFIED with foreign bytes in chunks {list(differing)}")
+        self.require(is_closed, "verified", f"{transfer}: VERIFIED, and the closing record names other chunks")
 
     def decode_began(self, transfer: str, is_verified: bool) -> None:
         self.require(is_verified, "verified", f"{transfer}: decodes without being VERIFIED")
@@ -154,10 +165,12 @@ class Checkers:
             f"{record.name}: ended by {how} at head {record.head}",
         )
 
-    def outcome(self, record: RequestRecord, outcome: RecordOutcome) -> None:
+    def outcome(self, record: RequestRecord, outcome: RecordOutcome, is_excused: bool) -> None:
         self.require(record.outcome is None, "terminal", f"{record.name}: a second outcome, {outcome}")
         record.outcome = outcome
         self.count(f"outcome {outcome.state}")
+        if outcome.state == "failed" and record.head is None:
+            self.require(is_excused, "excuse", f"{record.name} failed with {outcome.code}, and need not have")
         if self.now >= record.lease_ends_s:
             self.lease_lost(record)
         held = [key for key, state in record.grants.items() if state == "held"]

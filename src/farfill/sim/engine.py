@@ -43,20 +43,20 @@ def _stretch(seed: bytes, size_bytes: int) -> bytes:
     return hashlib.shake_128(seed).digest(size_bytes)
 
 
-def chunk_bytes(prompt: Sequence[int], chunk: ChunkSpec) -> bytes:
+@lru_cache(maxsize=1024)
+def chunk_bytes(prompt: tuple[int, ...], chunk: ChunkSpec) -> bytes:
     """The plaintext of one data chunk of this prompt's cache: `chunk.payload_bytes` bytes.
 
     Each token's rows depend on the layer and on all tokens up to it, as attention's do; a state on all of the prefix.
     """
     layer = LAYOUT.layers[chunk.layer]
-    chain = _chain(tuple(prompt))
+    chain = _chain(prompt)
     name = chunk.layer.to_bytes(2, "big")
     if chunk.is_state:
-        return _stretch(_digest(b"state", name, chain[chunk.token_stop]), state_bytes(layer))
+        return _stretch(b"state" + name + chain[chunk.token_stop], state_bytes(layer))
     width = row_bytes(layer)
     return b"".join(
-        _stretch(_digest(b"rows", name, chain[position + 1]), width)
-        for position in range(chunk.token_start, chunk.token_stop)
+        _stretch(b"rows" + name + chain[position + 1], width) for position in range(chunk.token_start, chunk.token_stop)
     )
 
 
@@ -65,7 +65,7 @@ def _chain(prompt: tuple[int, ...]) -> tuple[bytes, ...]:
     """`chain[n]` digests the first n tokens."""
     chain = [b""]
     for token in prompt:
-        chain.append(_digest(chain[-1], token.to_bytes(4, "big")))
+        chain.append(hashlib.blake2b(token.to_bytes(4, "big"), key=chain[-1], digest_size=32).digest())
     return tuple(chain)
 
 

@@ -151,7 +151,7 @@ class Network:
     def _arrive(self, connection: Connection) -> None:
         server = connection.server
         accept = server.node.services.get(connection.service)
-        if connection.broken or not connection.client.open:
+        if connection.broken:
             return
         if not server.node.up or accept is None:
             connection.broken = True

@@ -118,7 +118,7 @@ def draw_scenario(dice: Dice) -> Scenario:
         wrong_weights=("prefill-2",) if dice.chance(0.06) else (),
         # Two leases of the store, or more than it can need.
         store_bytes=2 * MANIFEST_HEAD_BYTES_MAX + 40_000 if small else 40 * MANIFEST_HEAD_BYTES_MAX,
-        timing=Timing(latency_max_s=dice.choose((0.005, 0.04, 0.15)), bytes_per_s=dice.choose((20e3, 100e3, 1e6))),
+        timing=Timing(latency_max_s=dice.choose((0.005, 0.04, 0.15)), bytes_per_s=dice.choose((5e3, 20e3, 200e3))),
         gateway=gateway,
         budget=(float(dice.choose((1, 3, 10))), 0.5),
         sender=link,

@@ -116,7 +116,8 @@ class RemoteSession:
         self._plan = plan_chunks(LAYOUT, spec.prefix_tokens, spec.chunk_tokens)
         self._sealer = Sealer(spec.key, spec.transfer_id, spec.epoch)
         self._cache = DecodeCache(self._plan)
-        self._opened: set[int] = set()
+        self._opened: dict[int, bytes] = {}  # the tag of each data chunk
+        self._closing_tags: tuple[bytes, ...] = ()
         self._kv_bytes = 0
         self._is_verified = False
         sealed_bytes = [sealed_bytes_max(self._plan, chunk.index) for chunk in self._plan]
@@ -159,13 +160,14 @@ class RemoteSession:
                 return self._open_manifest(connection, data)
             if index == last:
                 plaintext, _ = self._sealer.open(closing_identity(ChunkIndex(last)), data)
-                return r.ClosingOpened(connection, decode_closing(plaintext).tags)
+                self._closing_tags = decode_closing(plaintext).tags
+                return r.ClosingOpened(connection, self._closing_tags)
             chunk = self._plan[index - 1]
             tag = self._sealer.open_into(data_identity(chunk), data, self._cache.buffer(index))
         except PeerError as error:
             self._checkers.count("chunks that did not open")
             return r.ChunkBad(connection, index, error.message)
-        self._opened.add(index)
+        self._opened[index] = tag
         self._kv_bytes += chunk.payload_bytes
         self._checkers.moved_bytes[self._spec.transfer_id] += chunk.payload_bytes
         return r.ChunkOpened(connection, index, tag)
@@ -213,7 +215,9 @@ class RemoteSession:
         self._is_verified = True
         prompt = self._leg.prompt
         differing = [c.index for c in self._plan if bytes(self._cache.buffer(c.index)) != chunk_bytes(prompt, c)]
-        self._checkers.verified(self._spec.transfer_id, sorted(self._opened), len(self._plan), differing)
+        opened = sorted(self._opened)
+        is_closed = self._closing_tags == tuple(self._opened[index] for index in opened)
+        self._checkers.verified(self._spec.transfer_id, opened, len(self._plan), differing, is_closed)
         self._stop()
         self._begin()
 

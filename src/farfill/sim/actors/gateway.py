@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from farfill.errors import FailureClass, FarfillError, OperationError, OverloadError
+from farfill.errors import CODES, FailureClass, FarfillError, OperationError, OverloadError
 from farfill.kv.plan import plan_chunks, transfer_bytes
 from farfill.kv.spec import TransferId
 from farfill.router import messages as m
@@ -150,6 +150,7 @@ class RequestSession:
         self._choice: Choice | None = None
         self._prefill_end: End | None = None
         self._decode_end: End | None = None
+        self._workers_lost = 0  # decode workers that could not be reached, or broke off
         machine = RequestMachine(self._transfer_id, settings.rules, gateway.budget, world.now)
         self._driver = Driver[m.Event, m.Effect](world, gateway.node, gateway.dice, machine, m.Tick(), self._perform)
         if arrival.patience_s is not None:
@@ -257,11 +258,20 @@ class RequestSession:
                 checkers.count(f"error event {effect.error.code}")
                 checkers.response_ended(record, "error event")
             case m.RecordOutcome():
-                checkers.outcome(record, effect)
+                checkers.outcome(record, effect, self._is_excused(effect.code))
                 checkers.ended_in_time(record, self.limit_s)
                 self._gateway.network.world.record(f"{record.name} {effect}")
             case _:
                 assert_never(effect)
+
+    def _is_excused(self, code: str | None) -> bool:
+        """Whether no other worker could have served it, or the operator did not want one to."""
+        if code in ("fallback_exhausted", "no_worker", "request_timeout") or self._choice is None:
+            return True
+        failure_class = CODES[code].failure_class if code is not None else None
+        policy = self._gateway.settings.rules.policy
+        unwanted = failure_class is not None and policy.answer(failure_class) == "fail"
+        return unwanted or self._workers_lost >= len(self._choice.decode_workers)
 
     def _reserve(self) -> None:
         assert self._choice is not None
@@ -353,10 +363,12 @@ class RequestSession:
                 case _:
                     assert_never(message)
 
-        end.on_message = said
-        end.on_lost = lambda: self._feed(
-            m.DecodeLegFailed(attempt, OperationError("connection_lost", f"{effect.worker} broke off"), reached=False)
-        )
+        def broke_off() -> None:
+            self._workers_lost += 1
+            error = OperationError("connection_lost", f"{effect.worker} broke off")
+            self._feed(m.DecodeLegFailed(attempt, error, reached=False))
+
+        end.on_message, end.on_lost = said, broke_off
         end.send(leg)
 
 

@@ -13,7 +13,7 @@ from farfill.kv.fingerprint import Fingerprint
 from farfill.kv.manifest import ClosingRecord, encode_closing, encode_manifest, manifest_for
 from farfill.kv.plan import closing_index, plan_chunks
 from farfill.kv.sealing import MANIFEST_IDENTITY, Sealer, closing_identity, data_identity, tag_of
-from farfill.kv.spec import ChunkIndex, ChunkSpec
+from farfill.kv.spec import ChunkSpec
 from farfill.sim.actors.driver import Driver, StoreLink
 from farfill.sim.actors.wire import LegAccepted, LegDone, LegFailed, Payload, PrefillLeg
 from farfill.sim.checkers import Checkers
@@ -90,6 +90,8 @@ class PrefillSession:
         self._sealed: dict[int, bytes] = {}
         self._tags: list[bytes] = []
         self._acknowledged: set[int] = set()
+        self._put_before: set[int] = set()
+        self._is_verified = False  # so the store said
         self._doubtful: dict[int, bool] = {}  # in flight when its connection broke -> whether the store was asked since
         self._flying: dict[t.ConnectionId, set[int]] = {}
         world = worker.network.world
@@ -157,7 +159,8 @@ class PrefillSession:
                 present = frozenset(indices_in(message.bitmap))
                 for index in self._doubtful:
                     self._doubtful[index] = True
-                self._acknowledged |= present
+                self._acknowledged |= present & self._put_before  # others are a repeated leg's, sealed otherwise
+                self._is_verified = message.verified
                 self._checkers.count("resumes")
                 self._checkers.count("chunks not resent", len(present.intersection(self._doubtful)))
                 self._event(s.PresentReceived(connection, present, message.verified))
@@ -188,6 +191,12 @@ class PrefillSession:
                 del self._sealed[effect.index]
             case s.Complete():
                 self._checkers.count("sends completed")
+                stored = len(self._acknowledged)
+                self._checkers.require(
+                    self._is_verified or stored == len(self._plan) + 2,
+                    "complete",
+                    f"{spec.transfer_id}: the leg is done, the store has {stored} of {len(self._plan) + 2} chunks",
+                )
                 self._finish(LegDone())
             case t.Fail():
                 self._checkers.count(f"send failed {effect.code}")
@@ -201,6 +210,7 @@ class PrefillSession:
         self._checkers.require(index not in self._acknowledged, "re-put", f"{name} is put again, the store has it")
         asked = self._doubtful.pop(index, True)
         self._checkers.require(asked, "re-put", f"{name} is put again after a cut, the store was not asked")
+        self._put_before.add(index)
         self._flying.setdefault(effect.connection, set()).add(index)
         data = self._sealed[index]
         put = Put(spec.transfer_id, spec.epoch, index, len(data), zlib.crc32(data))
@@ -224,6 +234,3 @@ def _salts(worker: PrefillActor, number: int) -> Any:
         return hashlib.shake_128(name.encode()).digest(size_bytes)
 
     return salt
-
-
-__all__ = ["ChunkIndex", "PrefillActor", "PrefillSession", "PrefillSpeed"]
