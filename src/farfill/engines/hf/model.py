@@ -45,7 +45,8 @@ def load_model(
 
     Args:
         name: what clients call the model; None: the folder's name.
-        dtype: of weights, computation and cache, one of DTYPES. float32 is the fastest on most CPUs.
+        dtype: of weights, computation and cache, one of DTYPES. CPUs with matrix units are
+            faster in bfloat16, others in float32.
         max_model_len: at most the model's own; None: the model's own.
 
     Raises:
@@ -63,10 +64,21 @@ def load_model(
     sidecar = folder / DIGESTS_FILE if os.access(folder, os.W_OK) else None
     digest = weights_digest(folder, sidecar=sidecar)
     try:
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
-        tokenizer = HfTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError("model_not_found", f"cannot load {folder}: {error}", field="model") from error
+        load: Any = AutoModelForCausalLM.from_pretrained  # its annotations do not know output_loading_info
+        network: PreTrainedModel
+        network, loading = load(folder, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # damaged files make these libraries raise all kinds, bare Exception among them
+        raise ConfigurationError(
+            "model_not_found", f"cannot load {folder}: {type(error).__name__}: {error}", field="model"
+        ) from error
+    # Transformers fills weights that are not there with random numbers, and only warns.
+    if wrong := [*loading["missing_keys"], *loading["mismatched_keys"], *loading["error_msgs"]]:
+        raise ConfigurationError(
+            "model_not_found",
+            f"{folder} lacks weights that its config.json asks for: {', '.join(map(str, sorted(wrong, key=str)[:5]))}",
+            field="model",
+        )
     network.requires_grad_(False)
     network.eval()  # type: ignore[no-untyped-call]
     own_max = _positions(network)
@@ -90,7 +102,7 @@ def load_model(
     return LoadedModel(
         name=name,
         network=network,
-        tokenizer=tokenizer,
+        tokenizer=HfTokenizer(tokenizer),
         layout=layout,
         fingerprint=fingerprint,
         max_model_len=max_model_len or own_max,

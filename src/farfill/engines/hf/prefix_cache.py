@@ -27,11 +27,14 @@ class _Entry:
 
 
 class PrefixCache:
-    """Least recently used goes first. Used by the engine's thread only."""
+    """Least recently used goes first. Used by the engine's thread only.
+
+    Attributes: `can_cut`: the model keeps rows of all tokens and nothing else; `bytes_held`.
+    """
 
     def __init__(self, layout: CacheLayout, bytes_max: int) -> None:
         extents = {tensor.extent for layer in layout.layers for tensor in layer.tensors}
-        self._can_cut = extents <= {Extent.TOKENS}
+        self.can_cut = extents <= {Extent.TOKENS}
         self._bytes_max = bytes_max
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._by_key: dict[tuple[int, bytes], list[int]] = {}  # (grid, prefix hash) to entries, newest last
@@ -47,12 +50,12 @@ class PrefixCache:
                 entry_id = holders[-1]
                 self._entries.move_to_end(entry_id)
                 cache = self._entries[entry_id].cache
-                return clone_cache(cache, tokens=length if self._can_cut else None), length
+                return clone_cache(cache, tokens=length if self.can_cut else None), length
         return None
 
     def keep(self, token_ids: Sequence[int], chunk_tokens: int, cache: Cache) -> None:
         """Keeps a copy of `cache`, which holds exactly `token_ids`, computed on this grid from the beginning."""
-        keys = tuple(key for length, key in _keys(token_ids, chunk_tokens) if self._can_cut or length == len(token_ids))
+        keys = tuple(key for length, key in _keys(token_ids, chunk_tokens) if self.can_cut or length == len(token_ids))
         if known := self._by_key.get(keys[0]):
             self._entries.move_to_end(known[-1])
             return

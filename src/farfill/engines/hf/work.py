@@ -172,9 +172,10 @@ class Work:
             self._totals.prefill_tokens += stop - done
             done = stop
             on_progress(cache, done)
+            # A cache that cannot be cut is also kept at the last border, where a longer prompt can go on from it.
+            if done == len(prefix) or (not self._prefix_cache.can_cut and done == len(prefix) // grid * grid):
+                self._prefix_cache.keep(prefix[:done], grid, cache)
             yield
-        if prefix:
-            self._prefix_cache.keep(prefix, grid, cache)
         return cached_tokens
 
     def _import(self, imported: ImportedCache, held: Held) -> Generator[None, None, None]:
