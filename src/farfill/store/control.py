@@ -166,10 +166,8 @@ class StoreControl:
                 return _read_answer(response.status, answer, kind, self._url)
         except TimeoutError as error:
             raise OperationError("setup_timeout", f"{self._url} has not answered {name} in time") from error
-        except (aiohttp.ClientSSLError, aiohttp.ServerFingerprintMismatch) as error:
-            raise PeerError("peer_unauthenticated", f"{self._url}: {error}") from error
         except aiohttp.ClientError as error:
-            raise OperationError("peer_unreachable", f"{self._url}: {error}") from error
+            raise _unreachable(self._url, error) from error
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
@@ -206,14 +204,33 @@ def fetch_session(store: StoreAddress, context: ssl.SSLContext | None, timeout_s
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         return _read_answer(response.status, response.read(_ANSWER_BYTES_MAX), Session, store.control_url)
-    except ssl.SSLError as error:  # in TLS 1.3 a server's refusal of our certificate comes with the first read
-        raise PeerError("peer_unauthenticated", f"{store.control_url}: {error}") from error
+    except http.client.RemoteDisconnected as error:
+        if context is None:
+            raise _unreachable(store.control_url, error) from error
+        # In TLS 1.3 the client's handshake is over before the server looks at its certificate, and asyncio's servers
+        # then close without an alert. It may also just have died: whoever asks again will see.
+        raise PeerError(
+            "peer_unauthenticated",
+            f"{store.control_url} closed right after the TLS handshake: it seems not to accept our certificate",
+        ) from error
     except TimeoutError as error:
         raise OperationError("setup_timeout", f"{store.control_url} has not answered in {timeout_s} s") from error
     except (OSError, http.client.HTTPException) as error:
-        raise OperationError("peer_unreachable", f"{store.control_url}: {error}") from error
+        raise _unreachable(store.control_url, error) from error
     finally:
         connection.close()
+
+
+def _unreachable(url: str, error: Exception) -> FarfillError:
+    """`peer_unauthenticated` where either side refuses the other's certificate; all else is `peer_unreachable`."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError) and (
+            isinstance(cause, ssl.SSLCertVerificationError) or "ALERT" in (cause.reason or "")
+        ):
+            return PeerError("peer_unauthenticated", f"{url}: {cause}")
+        cause = cause.__cause__ or cause.__context__
+    return OperationError("peer_unreachable", f"{url}: {error}")
 
 
 def _read_answer(status: int, body: bytes, kind: type[T], url: str) -> T:
