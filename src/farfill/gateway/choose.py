@@ -110,7 +110,7 @@ class Chooser:
         if limit is not None and count >= limit:
             raise ClientError(
                 "context_length_exceeded",
-                f"the prompt has {count} tokens, and the model's maximum length is {limit}, with at least one to answer",
+                f"the prompt has {count} tokens; the model's maximum length, answer included, is {limit}",
                 field="messages" if "messages" in fields else "prompt",
             )
 

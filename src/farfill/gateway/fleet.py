@@ -84,14 +84,11 @@ class Fleet:
         return any(worker.info is None for worker in self.workers.values() if worker.address.role in roles)
 
     def models(self) -> Mapping[str, int]:
-        """Models that decode workers have, each with the smallest maximum length of a worker that is up, if one is."""
+        """Models that decode workers have, each with the largest maximum length: over that nobody can serve."""
         found: dict[str, int] = {}
         for worker in self._decoders():
             assert worker.info is not None
-            if worker.up or worker.info.model not in found:
-                known = found.get(worker.info.model)
-                length = worker.info.max_model_len
-                found[worker.info.model] = length if known is None else min(known, length)
+            found[worker.info.model] = max(found.get(worker.info.model, 0), worker.info.max_model_len)
         return found
 
     def _decoders(self) -> list[FleetWorker]:

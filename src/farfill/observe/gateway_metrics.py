@@ -3,7 +3,7 @@
 | name | labels | what |
 |---|---|---|
 | `farfill_gateway_build_info` | version | always 1 |
-| `farfill_gateway_requests_total` | path, reason, outcome | ended requests; outcome is done, cancelled or an error's code |
+| `farfill_gateway_requests_total` | path, reason, outcome | ended requests; outcome: done, or an error's code |
 | `farfill_gateway_refused_total` | code | requests that were not let in |
 | `farfill_gateway_fallbacks_total` | class | remote requests, or workers, given up before the first token |
 | `farfill_gateway_first_byte_seconds` | path | histogram: from a request's acceptance to its response's head |
@@ -63,7 +63,7 @@ class GatewayMetrics:
         Gauge("farfill_gateway_build_info", "always 1", ("version",), registry=self.registry).labels(version).set(1)
         self._requests = self._counter(
             "requests_total",
-            "ended requests; outcome is done, cancelled or an error's code",
+            "ended requests; outcome is done or an error's code",
             "path",
             "reason",
             "outcome",
