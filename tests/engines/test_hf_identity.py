@@ -2,7 +2,7 @@
 
 import pytest
 from hf_kit import GREEDY, MemoryTransfer, Recorder, prompt_of, reference_greedy, run, transfer
-from tiny_models import CHUNK_TOKENS, KINDS, WINDOW
+from tiny_models import CHUNK_TOKENS, KINDS, MORE_KINDS, WINDOW
 
 from farfill.engines.api import GenerationRequest, SamplingParams
 
@@ -110,6 +110,17 @@ def test_several_choices_from_one_import(kind, open_tiny):
     for i in range(3):
         single = SamplingParams(max_tokens=10, temperature=1.0, seed=5 + i, ignore_eos=True)
         assert run(producer, prompt, single).tokens() == local.tokens(i)
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_further_architectures(kind, open_tiny, tiny_loaded):
+    producer, consumer = open_tiny(kind), open_tiny(kind)
+    for length in (2, CHUNK_TOKENS + 1, WINDOW + 2, 35):
+        prompt = prompt_of(length)
+        local = run(producer, prompt, WITH_LOGPROBS)
+        remote = run(consumer, prompt, WITH_LOGPROBS, imported=transfer(producer, prompt, CHUNK_TOKENS))
+        assert local.tokens() == reference_greedy(tiny_loaded(kind).network, prompt, 12)
+        assert (remote.tokens(), remote.logprobs()) == (local.tokens(), local.logprobs())
 
 
 def test_one_token_prompt(open_tiny, tiny_loaded):

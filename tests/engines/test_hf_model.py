@@ -1,15 +1,18 @@
 """Rule: a model folder is read once, checked, and said exactly what it is; a wrong one is the operator's to change."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny_models import KINDS, MAX_MODEL_LEN
+from tiny_models import KINDS, MAX_MODEL_LEN, UNSUPPORTED_KINDS
 
 from farfill.engines.hf.model import load_model
 from farfill.errors import ConfigurationError
 from farfill.kv.fingerprint import compare, digest
+from farfill.kv.layout import layout_from_config
+from farfill.kv.spec import CacheLayout
 
 pytestmark = pytest.mark.torch
 
@@ -35,6 +38,30 @@ def test_weights_that_are_missing_are_not_made_up(tiny_folder, tmp_path):
     with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.up_proj") as caught:
         load_model(folder)
     assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED_KINDS)
+def test_a_model_whose_cache_is_not_what_the_layout_says_is_refused_at_once(kind, tiny_folder):
+    with pytest.raises(ConfigurationError) as caught:
+        load_model(tiny_folder(kind))
+    assert caught.value.code == "model_unsupported"
+
+
+def test_a_layout_that_does_not_fit_is_refused_at_once(tiny_folder, monkeypatch):
+    """As if the reading of config.json had forgotten the convolution states."""
+
+    def forgetful(config, *, dtype):
+        layout = layout_from_config(config, dtype=dtype)
+        layers = [
+            dataclasses.replace(layer, tensors=tuple(tensor for tensor in layer.tensors if tensor.name != "conv"))
+            for layer in layout.layers
+        ]
+        return CacheLayout(layout.model_type, tuple(layers))
+
+    monkeypatch.setattr("farfill.engines.hf.model.layout_from_config", forgetful)
+    with pytest.raises(ConfigurationError, match="conv_states.*does not declare") as caught:
+        load_model(tiny_folder("qwen3_next"))
+    assert caught.value.code == "model_unsupported"
 
 
 def test_another_dtype_is_another_fingerprint(tiny_folder):

@@ -14,10 +14,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
+    MiniMaxConfig,
     PreTrainedTokenizerFast,
+    Qwen3Config,
     Qwen3NextConfig,
 )
 
@@ -116,12 +123,73 @@ def _configs() -> dict[str, Any]:
     }
 
 
+def _more_configs() -> dict[str, Any]:
+    """Further cache shapes: both kinds of state in one layer, convolution alone, recurrence alone, chunks, sinks."""
+    common = _COMMON | {"num_hidden_layers": 3, "num_key_value_heads": 2}
+    return {
+        "falcon_h1": FalconH1Config(
+            **common,
+            head_dim=16,
+            mamba_d_ssm=128,
+            mamba_n_heads=8,
+            mamba_d_head=16,
+            mamba_n_groups=1,
+            mamba_d_state=16,
+            mamba_chunk_size=8,
+        ),
+        "lfm2": Lfm2Config(**common, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
+        "minimax": MiniMaxConfig(
+            **common,
+            head_dim=16,
+            block_size=8,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
+        "llama4": Llama4TextConfig(
+            **common,
+            head_dim=16,
+            intermediate_size_mlp=96,
+            attention_chunk_size=WINDOW,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+            no_rope_layers=[1, 0, 1],
+            moe_layers=[],
+        ),
+        "gpt_oss": GptOssConfig(
+            **common,
+            head_dim=16,
+            sliding_window=WINDOW,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        "mamba2": Mamba2Config(
+            **_COMMON,
+            num_hidden_layers=2,
+            num_heads=8,
+            head_dim=16,
+            expand=2,
+            state_size=16,
+            n_groups=1,
+            chunk_size=8,
+        ),
+        "qwen3": Qwen3Config(**common, head_dim=16),
+    }
+
+
+UNSUPPORTED_KINDS: Final = ("minimax",)  # Transformers gives it a cache class of its own
+MORE_KINDS: Final = ("falcon_h1", "lfm2", "llama4", "gpt_oss", "mamba2", "qwen3")
 KINDS: Final = ("llama", "gemma3", "qwen3_next", "granite_hybrid", "deepseek_v3")
 
 
 def build_tiny(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Builds one model of `kind` (see KINDS) in `folder` and returns the folder. Deterministic for each kind."""
-    config = _configs()[kind]
+    """Builds one model in `folder` and returns the folder. Deterministic for each kind.
+
+    `kind`: one of KINDS, MORE_KINDS or UNSUPPORTED_KINDS.
+    """
+    config = (_configs() | _more_configs())[kind]
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

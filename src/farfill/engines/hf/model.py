@@ -14,8 +14,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from farfill.engines.hf.cache_io import CacheExporter
+from farfill.engines.hf.forward import Forward
 from farfill.engines.hf.tokenizer import HfTokenizer
-from farfill.errors import ConfigurationError
+from farfill.errors import ConfigurationError, FarfillError
 from farfill.kv.digest import chat_template_digest, tokenizer_digest, weights_digest
 from farfill.kv.fingerprint import Fingerprint, fingerprint_from_config
 from farfill.kv.layout import layout_from_config
@@ -60,6 +62,7 @@ def load_model(
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigurationError("model_not_found", f"{folder} is no model folder: {error}", field="model") from error
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     layout = layout_from_config(config, dtype=dtype)
     sidecar = folder / DIGESTS_FILE if os.access(folder, os.W_OK) else None
     digest = weights_digest(folder, sidecar=sidecar)
@@ -81,6 +84,7 @@ def load_model(
         )
     network.requires_grad_(False)
     network.eval()  # type: ignore[no-untyped-call]
+    _check_cache(network, layout)
     own_max = _positions(network)
     if max_model_len is not None and not 2 <= max_model_len <= own_max:
         raise ConfigurationError(
@@ -108,6 +112,20 @@ def load_model(
         max_model_len=max_model_len or own_max,
         eos_token_ids=_eos_ids(network),
     )
+
+
+def _check_cache(network: PreTrainedModel, layout: CacheLayout) -> None:
+    """Computes two tokens and compares what the cache then holds with the layout, before anybody is served."""
+    forward = Forward(network)
+    cache = forward.new_cache()
+    try:
+        with torch.inference_mode():
+            forward.extend(cache, [0, 0], 0)
+        CacheExporter(layout).check(cache, 2)
+    except (ValueError, TypeError, AttributeError, RuntimeError, FarfillError) as error:
+        raise ConfigurationError(
+            "model_unsupported", f"the model's cache is not what its config.json says: {error}", field="model"
+        ) from error
 
 
 def _positions(network: PreTrainedModel) -> int:
