@@ -160,7 +160,7 @@ async def decode_leg(
                 error = await read_error(response)
                 await post(DecodeLegFailed(attempt, error, reached=True))
                 return
-            answer.status, answer.headers = response.status, dict(response.headers)
+            answer.status, answer.headers = response.status, response.headers
             answer.kv_bytes = _count(response.headers.get(KV_BYTES_HEADER))
             async for data in response.content.iter_any():
                 if not reached:
