@@ -1,4 +1,4 @@
-"""Rule: every bad value in a body is one error with a stable code that names the field; what is good comes out as said."""
+"""Rule: every bad value in a body is one error with a stable code that names its field; good values come out as said."""
 
 import json
 import logging

@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 from farfill.engines.api import (
     Engine,
@@ -20,6 +22,23 @@ from farfill.engines.api import (
     RequestStarted,
 )
 from farfill.errors import OperationError, OverloadError
+
+T = TypeVar("T")
+
+
+async def settled(future: "Future[T]") -> T:
+    """Waits for a future that other threads settle. Being cancelled here does not cancel it, as `wrap_future` would."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def wake(_: "Future[T]") -> None:
+        # The loop is closed only when the process is going down, and then nobody waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    await done.wait()
+    return future.result()
 
 
 class EngineCall:

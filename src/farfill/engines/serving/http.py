@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from farfill.engines.serving.answer import FAILED
 from farfill.errors import ClientError, FarfillError, LocalProtocolError, OperationError
@@ -50,9 +51,12 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
     """The request's body.
 
     Raises:
-        ClientError: `body_too_large` over `limit_bytes` (of what the headers promise, or of what comes).
+        ClientError: `body_too_large` over `limit_bytes` (of what the headers promise, or of what comes);
+            `unsupported_parameter` for a compressed body.
         OperationError: `request_timeout` if it does not arrive.
     """
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ClientError("unsupported_parameter", "send the body uncompressed", field="Content-Encoding")
     too_large = ClientError("body_too_large", f"the body is larger than the limit of {limit_bytes} bytes")
     if request.content_length is not None and request.content_length > limit_bytes:
         raise too_large
@@ -67,7 +71,7 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
         raise ClientError("invalid_request", f"the body could not be read: {error}") from error
 
 
-def answering(metrics: WorkerMetrics) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def answering(metrics: WorkerMetrics) -> Middleware:
     """The middleware around every handler."""
 
     @web.middleware

@@ -3,16 +3,26 @@
 Not here: HTTP (`app`), a request's course (`generate`, `legs`), or sockets and signals (`serve`).
 """
 
+import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from farfill.config.tree import Role
 from farfill.engines.api import Engine, Tokenizer
 from farfill.engines.serving.admission import Admission
+from farfill.engines.serving.request import ChatTemplate, Leg, Prompt
+from farfill.errors import ClientError
+from farfill.kv.layout import layout_to_builtins
+from farfill.kv.spec import WIRE_VERSION
 from farfill.observe.metrics import WorkerLabels, WorkerMetrics
+from farfill.store.server import StoreServer
+from farfill.transfer.node import TransferNode
 
 VERSION: Final = version("farfill")
 # Texts from this size on are tokenised on a thread: at some 1 to 10 MB/s they would hold up the event loop.
@@ -34,18 +44,31 @@ class Worker:
     """The parts of one worker, and the checks that need only them.
 
     Args:
-        engine: ready to work; the worker's owner stops it.
+        engine: ready to work; the worker's owner stops it, and closes `node` and `store`.
+        node: this process's transfers.
+        store: the store in this process.
         requests_max: in flight at once, beyond which they get `queue_full`.
     """
 
-    def __init__(self, identity: WorkerIdentity, engine: Engine, *, requests_max: int = 64) -> None:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        engine: Engine,
+        *,
+        node: TransferNode,
+        store: StoreServer,
+        requests_max: int = 64,
+    ) -> None:
         self.identity = identity
         self.engine = engine
+        self.node = node
+        self.store = store
         self.admission = Admission(requests_max)
         info = engine.info
         self.metrics = WorkerMetrics(
             WorkerLabels(VERSION, info.engine, info.model, identity.role.value, identity.site),
             engine_stats=engine.stats,
+            ledger=store.memory.ledger,
         )
         self.began_unix_s = int(time.time())
         self._sequence = itertools.count(1)
@@ -69,14 +92,18 @@ class Worker:
             raise ClientError("unknown_model", f"the model {model[:200]!r} is not here; {served!r} is", field="model")
 
     def check_role(self, leg: Leg | None) -> None:
-        """Raises ClientError: `prefill_only` or `forbidden`, where this worker's role does not do what is asked."""
+        """Raises ClientError: `prefill_only`, `unsupported_parameter`: this worker's role does not do what is asked."""
         role = self.identity.role
         if role is Role.PREFILL and (leg is None or not leg.producing):
             raise ClientError(
                 "prefill_only", f"worker {self.identity.name} only prefills for others and answers no client"
             )
         if role is Role.DECODE and leg is not None and leg.producing:
-            raise ClientError("forbidden", f"worker {self.identity.name} has the role decode and prefills for nobody")
+            raise ClientError(
+                "unsupported_parameter",
+                f"worker {self.identity.name} has the role decode and prefills for nobody",
+                field="kv_transfer_params.do_remote_decode",
+            )
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -116,7 +143,7 @@ class Worker:
             "chunk_tokens": info.chunk_tokens,
             "fingerprint": msgspec.to_builtins(info.fingerprint),
             "layout": layout_to_builtins(info.layout),
-            "store": None if self.store_address is None else msgspec.to_builtins(self.store_address),
+            "store": msgspec.to_builtins(self.store.address),
             "draining": self.admission.is_closed,
             "requests": self.admission.requests,
         }
