@@ -1,8 +1,8 @@
 """Small working workers for the gateway's tests: real sockets and HTTP, bytes for tokens, no engine and no KV.
 
 A `Site` is the world they share: which transfers were published, which leases are held. Text is a function of the
-prompt and the choice's number alone, so that every path must give the same. What can go wrong is set on a worker: `fail`
-(an error for the next calls), `hold` (an event to wait for), `cut_after` (pieces of output, then the connection dies).
+prompt and the choice's number alone, so that every path must give the same. What can go wrong is set on a worker:
+`fail` (an error for the next calls), `hold` (an event to wait for), `cut_after` (pieces of output, then the connection dies).
 """
 
 import asyncio
@@ -91,6 +91,7 @@ class FakeWorker:
     lease_s: float | None = None  # granted instead of what was asked
     seen: list[tuple[str, Mapping[str, str], dict[str, Any]]] = field(default_factory=list)
     active: Counter[str] = field(default_factory=Counter)
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
     runner: web.AppRunner | None = None
 
@@ -247,12 +248,17 @@ class FakeWorker:
         return _json(told, headers={"X-Engine": "fake", "Connection": "X-Private", "X-Private": "1"})
 
     async def _endless(self, request: web.Request) -> web.StreamResponse:
-        """Bytes without an end, until the caller hangs up."""
+        """Far more bytes than sockets hold. `stalled` is set once a write waits for the reader."""
         async with self._in("endless"):
             response = web.StreamResponse()
             await response.prepare(request)
-            while True:
-                await response.write(b"x" * 65536)
+            for _ in range(2048):
+                write = asyncio.ensure_future(response.write(b"x" * 65536))
+                done, _ = await asyncio.wait([write], timeout=0.5)
+                if not done:
+                    self.stalled.set()
+                await write
+            return response
 
     # --- the store --------------------------------------------------------------------------------------------------
 

@@ -113,10 +113,12 @@ async def test_the_placement_says_whose_store_is_asked(placement: Placement) -> 
 
 
 async def test_near_is_a_prefill_worker_in_the_same_site() -> None:
-    async with cluster(prefill=False, more=(("west-2", "prefill", "west"),)) as fleet:
-        async with httpx.AsyncClient(base_url=fleet.url) as client:
-            answer = await client.post("/v1/completions", json=body(LONG))
-            assert answer.headers["x-farfill-path"] == "near"
+    async with (
+        cluster(prefill=False, more=(("west-2", "prefill", "west"),)) as fleet,
+        httpx.AsyncClient(base_url=fleet.url) as client,
+    ):
+        answer = await client.post("/v1/completions", json=body(LONG))
+        assert answer.headers["x-farfill-path"] == "near"
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ every path.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
-from farfill.errors import ClientError, OperationError
+from farfill.errors import ClientError, FarfillError, OperationError
 
 # A client that sends its body slower than this for so long holds a place that others need.
 BODY_S: Final = 120.0
@@ -64,6 +64,35 @@ async def read_raw(request: web.Request, limit_bytes: int) -> bytes:
     except TimeoutError:
         raise OperationError("request_timeout", f"the body did not arrive within {BODY_S:g} s") from None
     return bytes(raw)
+
+
+class BodyStream:
+    """A body that goes on to a worker as it comes; it can be sent only once.
+
+    `failure` tells afterwards whether it was the client's body that broke the leg off.
+
+    Raises:
+        ClientError: `body_too_large` where the headers promise too much.
+    """
+
+    def __init__(self, request: web.Request, limit_bytes: int) -> None:
+        self._content = request.content
+        self._limit_bytes = limit_bytes
+        self.failure: FarfillError | None = None
+        if request.content_length is not None and request.content_length > limit_bytes:
+            raise self._too_large()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        seen = 0
+        async for data in self._content.iter_any():
+            seen += len(data)
+            if seen > self._limit_bytes:
+                self.failure = self._too_large()
+                raise self.failure
+            yield data
+
+    def _too_large(self) -> ClientError:
+        return ClientError("body_too_large", f"the body is larger than the limit of {self._limit_bytes} bytes")
 
 
 def parse(raw: bytes) -> Body:

@@ -268,7 +268,7 @@ class RequestDriver:
         drop = (REQUEST_ID_HEADER.lower(), "server", "date")
         headers = {
             name: value
-            for name, value in end_to_end(self._decode.headers or {}, *drop).items()
+            for name, value in end_to_end(self._decode.headers, *drop).items()
             if not name.lower().startswith("x-farfill-")
         }
         headers[PATH_HEADER] = effect.path.value
@@ -276,7 +276,7 @@ class RequestDriver:
         if effect.transfer_id is not None:
             headers[TRANSFER_HEADER] = effect.transfer_id
             headers[KV_BYTES_HEADER] = str(effect.kv_bytes)
-            seconds = (self._decode.headers or {}).get(TRANSFER_SECONDS_HEADER)
+            seconds = self._decode.headers.get(TRANSFER_SECONDS_HEADER)
             if seconds is not None:
                 headers[TRANSFER_SECONDS_HEADER] = seconds
             if self._prefill.report is not None:

@@ -3,13 +3,13 @@
 Not here: what the gateway answers itself (`app`, `ready`).
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from aiohttp import web
 
 from farfill.errors import ClientError
-from farfill.gateway.body import Body, parse, read_raw
+from farfill.gateway.body import Body, BodyStream, parse, read_raw
 from farfill.gateway.client_side import BufferedClient, StreamingClient
 from farfill.gateway.errors import REQUEST_ID
 from farfill.gateway.gateway import Gateway
@@ -57,14 +57,14 @@ async def pass_through(gateway: Gateway, request: web.Request) -> web.StreamResp
     with gateway.admission.enter():
         limit = gateway.settings.limits.body_bytes
         parsed: Body | None = None
-        data: bytes | AsyncIterator[bytes] | None = None
+        data: bytes | BodyStream | None = None
         if request.can_read_body:
             if request.content_type == "application/json":
                 parsed = parse(await read_raw(request, limit))
                 data = parsed.raw
             else:
-                data = _bounded(request, limit)
-        replayable = data is None or isinstance(data, bytes)
+                data = BodyStream(request, limit)
+        replayable = not isinstance(data, BodyStream)
         work = Work(
             request_id=request[REQUEST_ID],
             tenant=tenant,
@@ -86,18 +86,6 @@ def _answer(client: StreamingClient | BufferedClient) -> web.StreamResponse:
     if client.response is None:  # it left before anything was sent; this goes nowhere
         raise ClientError("client_gone", "the client closed its connection")
     return client.response
-
-
-async def _bounded(request: web.Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    too_large = ClientError("body_too_large", f"the body is larger than the limit of {limit_bytes} bytes")
-    if request.content_length is not None and request.content_length > limit_bytes:
-        raise too_large
-    seen = 0
-    async for data in request.content.iter_any():
-        seen += len(data)
-        if seen > limit_bytes:
-            raise too_large
-        yield data
 
 
 def _output_tokens(fields: Mapping[str, Any]) -> int:

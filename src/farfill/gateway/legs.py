@@ -6,14 +6,15 @@ A leg is a coroutine; aborting it is cancelling it, which closes its connection,
 the gateway hangs up.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
 import msgspec
 
 from farfill.errors import FarfillError, OperationError, error_from_openai
+from farfill.gateway.body import BodyStream
 from farfill.gateway.upstream import failure_of, read_error
 from farfill.router.messages import (
     DecodeLegDone,
@@ -39,13 +40,13 @@ _ERROR: Final = b'data: {"error"'
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """One HTTP request to a worker. `body`: bytes, or a stream that can be sent once; `ends_with_done`: see `Tail`."""
+    """One HTTP request to a worker. `ends_with_done`: see `Tail`."""
 
     worker: str
     method: str
     url: str
     headers: Mapping[str, str]
-    body: bytes | AsyncIterator[bytes] | None
+    body: bytes | BodyStream | None
     ends_with_done: bool = False
 
 
@@ -81,7 +82,7 @@ class LegAnswer:
     """
 
     status: int = 0
-    headers: Mapping[str, str] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
     kv_bytes: int = 0
     told: bool = False
     report: PrefillReport | None = None
@@ -170,7 +171,11 @@ async def decode_leg(
                     tail.take(data)
                 await post(DecodeLegOutput(attempt, data))
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        await post(DecodeLegFailed(attempt, failure_of(error, upstream.worker), reached=False))
+        body = upstream.body
+        if isinstance(body, BodyStream) and body.failure is not None:
+            await post(DecodeLegFailed(attempt, body.failure))  # the client's fault, not the worker's
+        else:
+            await post(DecodeLegFailed(attempt, failure_of(error, upstream.worker), reached=False))
         return
     if not reached:
         if upstream.ends_with_done or answer.status == 200:
@@ -178,7 +183,7 @@ async def decode_leg(
             await post(DecodeLegFailed(attempt, failure))
             return
         await post(DecodeLegStarted(attempt, answer.kv_bytes))  # 204 and its like have no body
-    if upstream.ends_with_done and (answer.headers or {}).get("Content-Type", "").startswith("text/event-stream"):
+    if upstream.ends_with_done and answer.headers.get("Content-Type", "").startswith("text/event-stream"):
         failed, answer.told = tail.verdict()
         if failed is not None:
             await post(DecodeLegFailed(attempt, failed))

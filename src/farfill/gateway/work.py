@@ -1,9 +1,10 @@
 """What one client request asks of the workers, and what was chosen for it. Values only."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from farfill.gateway.body import BodyStream
 from farfill.router.policy import Choice
 
 
@@ -26,7 +27,7 @@ class Work:
     method: str
     target: str
     headers: Mapping[str, str]
-    body: bytes | AsyncIterator[bytes] | None
+    body: bytes | BodyStream | None
     fields: Mapping[str, Any] = field(default_factory=dict)
     streaming: bool = False
     ends_with_done: bool = False
