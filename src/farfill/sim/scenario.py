@@ -111,6 +111,8 @@ def draw_scenario(dice: Dice) -> Scenario:
         lease_s=LEASE_S,
         chunk_tokens=CHUNK_TOKENS,
         duplicate_chance=dice.choose((0.0, 0.05, 0.3)),
+        duplicates_until_s=HEALED_S,
+        polls_until_s=AFTER_HEALING_S,
     )
     return Scenario(
         prefill={"prefill-1": "far", "prefill-2": dice.choose(("far", "edge"))},
@@ -143,7 +145,8 @@ def _draw_arrivals(dice: Dice) -> tuple[Arrival, ...]:
                 at_s=AFTER_HEALING_S if last else dice.between(0.0, 5.0),
                 prompt=tuple(dice.below(50_000) for _ in range(length)),
                 output_tokens=1 + dice.below(OUTPUT_TOKENS_MAX),
-                patience_s=dice.between(0.0, 6.0) if not last and dice.chance(0.08) else None,
+                patience_s=dice.between(0.0, 5.0) if not last and dice.chance(0.12) else None,
+                streaming=not dice.chance(0.25),
             )
         )
     return tuple(arrivals)

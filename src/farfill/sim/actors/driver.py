@@ -3,6 +3,7 @@
 Not here: which effects there are (each actor), what a machine decides.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
@@ -23,6 +24,8 @@ EventT = TypeVar("EventT")
 EffectT = TypeVar("EffectT")
 
 TICK_LATE_CHANCE: Final = 0.2
+MAILBOX_WAIT_CHANCE: Final = 0.15
+MAILBOX_WAIT_MAX_S: Final = 0.06  # another thread has the mailbox
 TICK_LATE_MAX_S: Final = 0.03  # an event loop wakes late, never early
 
 
@@ -87,24 +90,31 @@ class Driver(Generic[EventT, EffectT]):
 
 
 class StoreLink:
-    """The data connections of one sender or receiver to its store."""
+    """The data connections of one sender or receiver to its store.
+
+    As in the real shell, what happens on them goes through one mailbox, in order, and now and then waits there: so a
+    machine may still be told what came over a connection that it has closed since, and may use one that is broken.
+    """
 
     def __init__(
         self,
         network: Network,
         node: Node,
         store: Node,
+        dice: Dice,
         feed: Callable[[Any], None],
         on_message: Callable[[ConnectionId, Any], None],
     ) -> None:
         self._network = network
         self._node = node
         self._store = store
+        self._dice = dice
         self._feed = feed
         self._on_message = on_message
         self._count = 0
         self._opening: list[End] = []
         self._ends: dict[ConnectionId, End] = {}
+        self._mailbox: deque[Callable[[], None]] = deque()
 
     def open(self, effect: OpenConnection) -> None:
         end = self._network.connect(self._node, self._store, "data")
@@ -116,19 +126,26 @@ class StoreLink:
             self._count += 1
             connection = ConnectionId(self._count)
             self._ends[connection] = end
-            end.on_message = lambda later: self._on_message(connection, later)
-            end.on_lost = lambda: self._lost(connection)
-            self._feed(ConnectionOpened(effect.slot, connection))
+            lost = ConnectionLost(connection, "connection_lost", f"the connection to {self._store.name} broke")
+            end.on_message = lambda later: self._post(lambda: self._on_message(connection, later))
+            end.on_lost = lambda: self._post(lambda: self._feed(lost))
+            self._post(lambda: self._feed(ConnectionOpened(effect.slot, connection)))
 
         def refused() -> None:
             self._opening.remove(end)
-            self._feed(ConnectionRefused(effect.slot, "peer_unreachable", f"{self._store.name} does not answer"))
+            failed = ConnectionRefused(effect.slot, "peer_unreachable", f"{self._store.name} does not answer")
+            self._post(lambda: self._feed(failed))
 
         end.on_message, end.on_lost = answered, refused
         end.send(Attach(self._node.name))
 
     def close(self, effect: CloseConnection) -> None:
-        self._ends.pop(effect.connection).close()
+        """The machine has forgotten it; whoever reads it notices the end like any other."""
+        end = self._ends[effect.connection]
+        assert end.open or self._mailbox, f"{effect} of a connection whose end was told"
+        end.close()
+        gone = ConnectionLost(effect.connection, effect.code, "closed on this side")
+        self._post(lambda: self._feed(gone))
 
     def send(self, connection: ConnectionId, message: Any, size_bytes: int = 200) -> None:
         self._ends[connection].send(message, size_bytes)
@@ -136,9 +153,19 @@ class StoreLink:
     def close_all(self) -> None:
         for end in (*self._opening, *self._ends.values()):
             end.close()
-        self._opening.clear()
-        self._ends.clear()
 
-    def _lost(self, connection: ConnectionId) -> None:
-        if self._ends.pop(connection, None) is not None:
-            self._feed(ConnectionLost(connection, "connection_lost", f"the connection to {self._store.name} broke"))
+    def _post(self, action: Callable[[], None]) -> None:
+        if not self._mailbox and not self._dice.chance(MAILBOX_WAIT_CHANCE):
+            action()
+            return
+        self._mailbox.append(action)
+        if len(self._mailbox) == 1:
+            self._network.world.after(self._dice.between(0.0, MAILBOX_WAIT_MAX_S), self._empty)
+
+    def _empty(self) -> None:
+        waiting = list(self._mailbox)
+        for action in waiting:
+            action()
+            self._mailbox.popleft()
+        if self._mailbox:  # posted meanwhile, by the actions themselves
+            self._network.world.after(0.0, self._empty)

@@ -6,8 +6,8 @@ the way) is duplicated here, on a connection of its own, with its answer thrown 
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, assert_never
+from dataclasses import dataclass, replace
+from typing import Any, Final, assert_never
 
 from farfill.errors import CODES, FailureClass, FarfillError, OperationError, OverloadError
 from farfill.kv.plan import plan_chunks, transfer_bytes
@@ -33,13 +33,14 @@ from farfill.sim.network import End, Network, Node
 from farfill.store.protocol import Granted, Release, Renew, Renewed, Reserve
 from farfill.transfer.spec import Clocks, StoreAddress, TransferSpec
 
-POLL_S = 0.5  # how old the gateway's knowledge of its workers may be
-DUPLICATE_AFTER_MAX_S = 6.0
+POLL_S: Final = 0.5  # how old the gateway's knowledge of its workers may be
+DUPLICATE_SOON_S: Final = 0.3
+DUPLICATE_AFTER_MAX_S: Final = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """What an operator sets, and how often the network between repeats a call."""
+    """What an operator sets; how often, and until when, something on the way repeats a call; the end of polling."""
 
     router: RouterSettings
     rules: RequestRules
@@ -47,6 +48,8 @@ class GatewaySettings:
     lease_s: float
     chunk_tokens: int
     duplicate_chance: float
+    duplicates_until_s: float
+    polls_until_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Arrival:
     prompt: tuple[int, ...]
     output_tokens: int
     patience_s: float | None
+    streaming: bool = True
 
 
 class GatewayActor:
@@ -94,7 +98,8 @@ class GatewayActor:
     def _poll(self) -> None:
         for name in self._up:
             self._up[name] = self.nodes[name].up
-        self.network.world.after(POLL_S, self._poll)
+        if self.network.world.now < self.settings.polls_until_s:
+            self.network.world.after(POLL_S, self._poll)
 
     def take(self, arrival: Arrival) -> None:
         if self.node.up:
@@ -128,9 +133,11 @@ class GatewayActor:
         self.repeat(lambda: self.network.connect(self.node, self.nodes[store], "store").send(request))
 
     def repeat(self, action: Callable[[], None]) -> None:
-        if self.dice.chance(self.settings.duplicate_chance):
+        settings = self.settings
+        if self.network.world.now < settings.duplicates_until_s and self.dice.chance(settings.duplicate_chance):
             self.checkers.count("duplicates")
-            self.network.world.after(self.dice.between(0.0, DUPLICATE_AFTER_MAX_S), action)
+            latest_s = DUPLICATE_AFTER_MAX_S if self.dice.chance(0.5) else DUPLICATE_SOON_S
+            self.network.world.after(self.dice.between(0.0, latest_s), action)
 
 
 class RequestSession:
@@ -151,7 +158,8 @@ class RequestSession:
         self._prefill_end: End | None = None
         self._decode_end: End | None = None
         self._workers_lost = 0  # decode workers that could not be reached, or broke off
-        machine = RequestMachine(self._transfer_id, settings.rules, gateway.budget, world.now)
+        rules = replace(settings.rules, streaming=arrival.streaming)
+        machine = RequestMachine(self._transfer_id, rules, gateway.budget, world.now)
         self._driver = Driver[m.Event, m.Effect](world, gateway.node, gateway.dice, machine, m.Tick(), self._perform)
         if arrival.patience_s is not None:
             self._driver.later(arrival.patience_s, self._leave)
@@ -343,7 +351,8 @@ class RequestSession:
     def _start_decode(self, effect: m.StartDecodeLeg) -> None:
         gateway, attempt = self._gateway, effect.attempt
         spec, store = (None, None) if effect.epoch is None else (self._spec(effect.epoch), self._store)
-        leg = DecodeLeg(attempt, self._arrival.prompt, self._arrival.output_tokens, spec, store)
+        arrival = self._arrival
+        leg = DecodeLeg(attempt, arrival.prompt, arrival.output_tokens, arrival.streaming, spec, store)
         end = gateway.network.connect(gateway.node, gateway.nodes[effect.worker], "decode")
         self._decode_end = end
 

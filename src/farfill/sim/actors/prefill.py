@@ -99,7 +99,9 @@ class PrefillSession:
         self._driver = Driver[s.SenderEvent, s.SenderEffect](
             world, worker.node, worker.dice, machine, t.Tick(), self._perform
         )
-        self._link = StoreLink(worker.network, worker.node, worker.stores[leg.store], self._event, self._on_message)
+        self._link = StoreLink(
+            worker.network, worker.node, worker.stores[leg.store], worker.dice, self._event, self._on_message
+        )
         end.on_lost = lambda: self._event(t.Cancelled("the gateway has gone"))
         end.send(LegAccepted())
         self._compute()
@@ -153,7 +155,7 @@ class PrefillSession:
         match message:
             case Stored():
                 self._acknowledged.add(message.index)
-                self._flying[connection].discard(message.index)
+                self._flying.get(connection, set()).discard(message.index)
                 self._event(s.StoredReceived(connection, message.index))
             case Present():
                 present = frozenset(indices_in(message.bitmap))
@@ -166,7 +168,7 @@ class PrefillSession:
                 self._event(s.PresentReceived(connection, present, message.verified))
             case Refused():
                 if message.code == "chunk_corrupt" and message.index is not None:
-                    self._flying[connection].discard(message.index)
+                    self._flying.get(connection, set()).discard(message.index)
                 self._event(t.RefusedReceived(connection, message.index, message.code, message.detail))
             case _:
                 raise AssertionError(f"a store says {message!r} to a sender")

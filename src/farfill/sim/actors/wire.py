@@ -63,11 +63,12 @@ class PrefillLeg:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLeg:
-    """`spec` and `store` None: prefill yourself."""
+    """`spec` and `store` None: prefill yourself. Not `streaming`: say nothing before the last token."""
 
     attempt: int
     prompt: tuple[int, ...]
     output_tokens: int
+    streaming: bool
     spec: TransferSpec | None
     store: str | None
 
