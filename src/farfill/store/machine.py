@@ -115,6 +115,10 @@ class StoreMachine:
     def is_draining(self) -> bool:
         return self._is_draining
 
+    @property
+    def free_bytes(self) -> int:
+        return self._ledger.free_bytes
+
     def snapshot(self) -> LedgerSnapshot:
         live = self._live()
         return LedgerSnapshot(
@@ -230,7 +234,8 @@ class StoreMachine:
             return [lease]
         if not self._is_named(peer, lease.owner):
             return [Refuse(op, "forbidden", "only who reserved may renew")]
-        if lease.state is not LeaseState.LIVE:
+        # VERIFIED is not a loss: who reserved may hear of it only with the answer's end, long after the consumer said so.
+        if lease.state not in (LeaseState.LIVE, LeaseState.VERIFIED):
             return [Refuse(op, *_ENDED[lease.state])]
         if not 0 < request.lease_s <= self._limits.lease_s_max:
             return [Refuse(op, "invalid_request", f"lease_s must be over 0 and at most {self._limits.lease_s_max}")]
