@@ -2,7 +2,7 @@
 
 A `Site` is the world they share: which transfers were published, which leases are held. Text is a function of the
 prompt and the choice's number alone, so that every path must give the same. What can go wrong is set on a worker:
-`fail` (an error for the next calls), `hold` (an event to wait for), `cut_after` (pieces of output, then the connection dies).
+`fail` (an error for the next calls), `hold` (an event to wait for), `cut_after` (pieces, then the connection dies).
 """
 
 import asyncio

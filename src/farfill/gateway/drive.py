@@ -20,6 +20,7 @@ from farfill.gateway.errors import REQUEST_ID_HEADER
 from farfill.gateway.fleet import Fleet
 from farfill.gateway.legs import (
     KV_BYTES_HEADER,
+    TRANSFER_BYTES_HEADER,
     TRANSFER_SECONDS_HEADER,
     LegAnswer,
     Upstream,
@@ -276,9 +277,9 @@ class RequestDriver:
         if effect.transfer_id is not None:
             headers[TRANSFER_HEADER] = effect.transfer_id
             headers[KV_BYTES_HEADER] = str(effect.kv_bytes)
-            seconds = self._decode.headers.get(TRANSFER_SECONDS_HEADER)
-            if seconds is not None:
-                headers[TRANSFER_SECONDS_HEADER] = seconds
+            for name in (TRANSFER_BYTES_HEADER, TRANSFER_SECONDS_HEADER):
+                if name in self._decode.headers:
+                    headers[name] = self._decode.headers[name]
             if self._prefill.report is not None:
                 headers[PREFILL_SECONDS_HEADER] = f"{self._prefill.report.prefill_s:.6f}"
         return headers

@@ -29,7 +29,9 @@ from farfill.router.messages import (
 
 Post = Callable[[Event], Awaitable[None]]
 
-KV_BYTES_HEADER: Final = "X-Farfill-Kv-Bytes"
+# What a worker says in a decode leg's head; all of it goes on to the client.
+KV_BYTES_HEADER: Final = "X-Farfill-Kv-Bytes"  # plaintext bytes of the cache that was imported
+TRANSFER_BYTES_HEADER: Final = "X-Farfill-Transfer-Bytes"  # sealed bytes that came
 TRANSFER_SECONDS_HEADER: Final = "X-Farfill-Transfer-Seconds"
 
 # Enough for the end mark, or for an error event with a message of the longest kind.
@@ -162,7 +164,7 @@ async def decode_leg(
                 await post(DecodeLegFailed(attempt, error, reached=True))
                 return
             answer.status, answer.headers = response.status, response.headers
-            answer.kv_bytes = _count(response.headers.get(KV_BYTES_HEADER))
+            answer.kv_bytes = _kv_bytes(response.headers)
             async for data in response.content.iter_any():
                 if not reached:
                     reached = True
@@ -189,6 +191,12 @@ async def decode_leg(
             await post(DecodeLegFailed(attempt, failed))
             return
     await post(DecodeLegDone(attempt))
+
+
+def _kv_bytes(headers: Mapping[str, str]) -> int:
+    """0 also where the worker says that nothing came over the link, whatever it has imported."""
+    moved = headers.get(TRANSFER_BYTES_HEADER)
+    return 0 if moved is not None and _count(moved) == 0 else _count(headers.get(KV_BYTES_HEADER))
 
 
 def _count(value: str | None) -> int:
