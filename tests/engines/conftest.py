@@ -41,8 +41,9 @@ def tiny_loaded(tiny_folder: Callable[[str], Path]) -> Callable[..., Any]:
 def open_tiny(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
     """open_tiny(kind, dtype="float32", **config): an engine with weights of its own, stopped after the test.
 
-    At its end every engine must be idle and hold no cache.
+    At its end every engine must be idle and hold no cache, and no event may have followed a terminal one.
     """
+    from hf_kit import AFTER_THE_END
     from tiny_models import CHUNK_TOKENS
 
     from farfill.engines.hf.engine import HfEngine, HfEngineConfig
@@ -60,3 +61,5 @@ def open_tiny(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[..., Any]
         engine.stop()
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.cache_bytes, stats.prefix_cache_bytes) == (0, 0, 0, 0)
+    late, AFTER_THE_END[:] = list(AFTER_THE_END), []
+    assert late == []

@@ -335,6 +335,17 @@ def test_a_bad_import_fails_its_request_only(kind, open_tiny):
     assert_nothing_left(engine)
 
 
+def test_an_import_is_released_before_the_first_token(engine):
+    sent = transfer(engine, PROMPT, CHUNK_TOKENS)
+    recorder = Recorder(hold_at=of_kind(PrefillCompleted))
+    engine.generate(GenerationRequest("r", PROMPT, GREEDY, imported=sent), recorder)
+    assert recorder.held.wait(60)
+    assert sent.releases == 1
+    recorder.go.set()
+    recorder.finished()
+    assert sent.releases == 1
+
+
 def test_a_cache_of_another_prompt_length_is_refused_at_the_door(engine):
     sent = transfer(engine, PROMPT, CHUNK_TOKENS)
     with pytest.raises(PeerError) as caught:
@@ -401,7 +412,7 @@ def test_stop_lets_requests_end(open_tiny):
     refused = threading.Event()
     while not refused.is_set():  # until the stop has begun
         try:
-            engine.generate(GenerationRequest("late", PROMPT, GREEDY), late := Recorder())
+            engine.generate(GenerationRequest("late", PROMPT, GREEDY), Recorder())
             engine.abort("late")
         except ClientError:
             pass  # the id is still in the engine from the try before
@@ -413,7 +424,6 @@ def test_stop_lets_requests_end(open_tiny):
     assert not stopping.is_alive()
     assert all(recorder.finished().tokens() for recorder in recorders)
     engine.stop()  # a second one is harmless
-    assert late is not None
 
 
 def test_stop_without_patience_aborts_what_is_left(open_tiny):
