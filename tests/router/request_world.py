@@ -1,4 +1,4 @@
-"""A small world around one `RequestMachine`: it does what a correct driver could do, in any order, and checks the rules.
+"""A small world around one `RequestMachine`: what a correct driver could do, in any order; and it checks the rules.
 
 Not the simulator: no time model, no second machine. It only knows which events may come next.
 """

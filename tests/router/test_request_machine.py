@@ -1,4 +1,4 @@
-"""The request machine: its rules by example, its table exhaustively, and its invariants under random orders of events."""
+"""The request machine: its rules by example, its table exhaustively, its invariants under random orders of events."""
 
 import typing
 
