@@ -4,6 +4,7 @@ decodes; the first failure of a leg cancels the rest of it; whatever way it ends
 
 import asyncio
 import contextlib
+import ssl
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from worker_kit import WAIT_S, Front, Site, http_session, worker_site
 
 from farfill import tls
 from farfill.config.tree import Role
+from farfill.engines.serving.call import settled
 from farfill.kv.spec import TransferId
 from farfill.transfer.spec import Clocks, to_kv_transfer_params
 
@@ -195,7 +197,7 @@ async def test_a_foreign_certificate_and_none_are_refused(tmp_path: Path) -> Non
     stranger = tls.client_context(foreign)
     stranger.load_verify_locations(files["east"].ca)
     nobody = tls.client_context(files["east"])
-    bare = __import__("ssl").create_default_context(cafile=str(files["east"].ca))
+    bare = ssl.create_default_context(cafile=str(files["east"].ca))
     async with worker_site(name="east", tls=files["east"]) as site:
         for context in (stranger, bare):
             async with http_session(context) as session:
@@ -323,8 +325,8 @@ async def test_a_gateway_that_hangs_up_frees_the_leg(hold: Hold, leg: str) -> No
         await hold.until_reached()
         gone, site = (prefill, pair.producer) if leg == "prefill" else (decode, pair.consumer)
         async with asyncio.timeout(WAIT_S):
-            while site.running.worker.admission.requests == 0:  # its request has arrived
-                await asyncio.sleep(0)
+            # The decode leg has arrived, too: it waits in the store for what is not there yet.
+            await settled(pair.producer.running.worker.store.memory.when(lambda ledger: ledger.gets_parked > 0))
             gone.cancel()
             await site.running.worker.admission.idle()
         hold.go.set()

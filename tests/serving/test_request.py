@@ -1,4 +1,4 @@
-"""Rule: every bad value in a body is one error with a stable code that names its field; good values come out as said."""
+"""Rule: a bad value in a body is one error with a stable code that names its field; good values come out as said."""
 
 import json
 import logging

@@ -107,6 +107,7 @@ class TinyEngine:
         self._prefixes: OrderedDict[tuple[int, ...], TinyCache] | None = OrderedDict() if prefix_cache else None
         self._changed = threading.Condition()
         self._jobs: dict[str, _Job] = {}  # in order of arrival; the first max_running of them run
+        self.has_aborted_all = threading.Event()  # for tests: `stop` has come to its end
         self._accepting = True
         self._stopping = False
         self._totals = dict.fromkeys(("prefill", "decode", "imported", "cached", "finished", "failed", "aborted"), 0)
@@ -148,6 +149,7 @@ class TinyEngine:
                 job.aborted = True
             self._stopping = True
             self._changed.notify_all()
+        self.has_aborted_all.set()
         self._thread.join()
 
     def stats(self) -> EngineStats:

@@ -65,9 +65,6 @@ class Site:
             ledger = await settled(free)
         assert ledger.held_bytes == ledger.quarantined_bytes == 0
         assert self.engine.stats().cache_bytes == 0
-        async with asyncio.timeout(WAIT_S):
-            while self.running.worker.node.buffered_bytes:
-                await asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager
@@ -89,6 +86,7 @@ async def worker_site(
             yield site
             if not keeps_leases:
                 await site.nothing_kept()
+        assert site.running.worker.node.buffered_bytes == 0
     finally:
         await asyncio.to_thread(engine.stop)
 

@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 # Longer than any client of ours keeps an idle connection, so that it is the client who closes (no request is lost).
 KEEPALIVE_S: Final = 75.0
-# After the drain nobody is left, or those who are left have had their time.
+# After the drain's time an engine gets this long to end its present step, and clients to be told.
+_ABORT_S: Final = 5.0
 _CUT_OFF_S: Final = 0.5
 
 
@@ -128,9 +129,19 @@ async def serve_worker(settings: WorkerSettings, engine: Engine) -> None:
                 _log.info("worker %s (%s) serves at %s", settings.name, settings.role.value, running.url)
                 drain_s = settings.drain_s if await asked is signal.SIGTERM else 0.0
                 _log.info("worker %s stops, with %s s of drain", settings.name, drain_s)
-                await running.drain(drain_s)
+                if not await running.drain(drain_s):
+                    await _abort(running, engine)
         finally:
             await asyncio.to_thread(engine.stop)
+
+
+async def _abort(running: RunningWorker, engine: Engine) -> None:
+    """Ends the requests that are left so that their clients are told: an error, or an error event in a stream."""
+    stopping = asyncio.create_task(asyncio.to_thread(engine.stop))
+    await asyncio.wait((stopping,), timeout=_ABORT_S)
+    with contextlib.suppress(TimeoutError):  # what is still in flight then is cancelled with its connection
+        async with asyncio.timeout(_CUT_OFF_S):
+            await running.worker.admission.idle()
 
 
 def _ready(running: RunningWorker) -> dict[str, object]:
