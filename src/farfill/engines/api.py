@@ -41,7 +41,8 @@ class SamplingParams:
     Attributes:
         max_tokens: at most so many tokens for each choice; None: up to the model's maximum length.
         min_tokens: end-of-sequence and stop ids cannot be chosen, nor stop strings matched, before so many tokens.
-        temperature: 0 (or under GREEDY_BELOW) is greedy (exact argmax, the lowest id at a tie; `seed` and the filters play no part).
+        temperature: 0 (or under GREEDY_BELOW) is greedy: exact argmax, the lowest id at a tie; `seed` and the filters
+            play no part.
         top_p, top_k, min_p: filters on the distribution after temperature; top_k 0 or -1: off.
         seed: choice i draws from its own generator seeded with `seed + i`; None: a fresh random seed.
         stop: strings that end a choice; not part of the text unless `include_stop`.
