@@ -187,6 +187,21 @@ def test_a_renewed_lease_ends_later(store: Store) -> None:
     assert codes(store.handle(late)) == ["lease_expired"]
 
 
+def test_renewing_a_verified_lease_lets_it_be_remembered_for_longer(store: Store) -> None:
+    store.put(0)
+    store.verified()
+    store.now += 9
+    assert kinds(store.handle(RenewAsked(store.op(), "gateway", Renew("t", EPOCH, 20.0)))) == [ConfirmRenewed]
+    assert store.machine.snapshot().held_bytes == 0  # remembered, not held
+    store.now += 15
+    (present,) = store.handle(HaveAsked(store.op(), "p", Have("t", EPOCH)))
+    assert isinstance(present, AnswerPresent)
+    assert present.verified
+    store.now += 5
+    store.handle(Tick())
+    assert codes(store.get(0)[1]) == ["lease_unknown"]
+
+
 # ---- who may do what
 
 

@@ -131,10 +131,10 @@ class DataConnection:
             self._put = None
             self._memory.post_received(op, checksum, None, None)
             return
-        buffer = memoryview(bytearray(message.payload_bytes))
+        buffer = self._memory.shelf.take(message.payload_bytes)
         checksum = self._reader.read_payload(buffer, checksum=True)
         self._put = None
-        self._memory.post_received(op, checksum, go_ahead.handle, buffer)
+        self._memory.post_received(op, checksum, go_ahead.handle, buffer, is_from_shelf=True)
 
     def _skip(self, payload_bytes: int) -> int:
         """Takes a payload that nobody wants off the wire; its CRC-32."""

@@ -199,24 +199,26 @@ def fetch_session(store: StoreAddress, context: ssl.SSLContext | None, timeout_s
     else:
         connection = http.client.HTTPSConnection(url.hostname, url.port, timeout=timeout_s, context=context)
     body = msgspec.json.encode(OpenSession(store.instance, WIRE_VERSION))
+    is_shaken = False  # the TLS handshake is done, and no byte of an answer is here
     try:
+        connection.connect()
+        is_shaken = context is not None
         path = url.path.rstrip("/") + f"{PREFIX}/session"
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
+        is_shaken = False
         return _read_answer(response.status, response.read(_ANSWER_BYTES_MAX), Session, store.control_url)
-    except http.client.RemoteDisconnected as error:
-        if context is None:
+    except TimeoutError as error:
+        raise OperationError("setup_timeout", f"{store.control_url} has not answered in {timeout_s} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        if not is_shaken:
             raise _unreachable(store.control_url, error) from error
         # In TLS 1.3 the client's handshake is over before the server looks at its certificate, and asyncio's servers
         # then close without an alert. It may also just have died: whoever asks again will see.
         raise PeerError(
             "peer_unauthenticated",
-            f"{store.control_url} closed right after the TLS handshake: it seems not to accept our certificate",
+            f"{store.control_url} closed right after the TLS handshake ({error}): is our certificate accepted there?",
         ) from error
-    except TimeoutError as error:
-        raise OperationError("setup_timeout", f"{store.control_url} has not answered in {timeout_s} s") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise _unreachable(store.control_url, error) from error
     finally:
         connection.close()
 

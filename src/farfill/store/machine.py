@@ -234,7 +234,8 @@ class StoreMachine:
             return [lease]
         if not self._is_named(peer, lease.owner):
             return [Refuse(op, "forbidden", "only who reserved may renew")]
-        # VERIFIED is not a loss: who reserved may hear of it only with the answer's end, long after the consumer said so.
+        # VERIFIED is not a loss: who reserved may hear of it only with the answer's end, long after the consumer said
+        # so. Renewing lets the store remember it for longer.
         if lease.state not in (LeaseState.LIVE, LeaseState.VERIFIED):
             return [Refuse(op, *_ENDED[lease.state])]
         if not 0 < request.lease_s <= self._limits.lease_s_max:

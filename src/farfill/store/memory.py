@@ -39,6 +39,7 @@ from farfill.store.events import (
 )
 from farfill.store.machine import StoreLimits, StoreMachine
 from farfill.store.protocol import LedgerSnapshot
+from farfill.store.shelf import BufferShelf
 from farfill.transfer.mailbox import Mailbox
 from farfill.transfer.timer import DeadlineTimer
 
@@ -76,6 +77,7 @@ class _Filled:
     event: PutReceived
     handle: ChunkHandle | None
     buffer: memoryview | None
+    is_from_shelf: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class MemoryStore:
         self._ids = itertools.count(1)
         self._owners: dict[OpId, OnEffect] = {}
         self._buffers: dict[ChunkHandle, memoryview] = {}
+        self._lent: set[ChunkHandle] = set()  # whose buffers came from the shelf
+        self.shelf = BufferShelf()
         self._watches: list[_Watch] = []
         self._drained: Future[None] = Future()
         self._bug: Exception | None = None
@@ -118,9 +122,20 @@ class MemoryStore:
     def post(self, event: StoreEvent) -> None:
         self._mailbox.post(event)
 
-    def post_received(self, op: OpId, checksum: int, handle: ChunkHandle | None, buffer: memoryview | None) -> None:
-        """PutReceived, with the buffer that now belongs to the store (None with a handle of None)."""
-        self._mailbox.post(_Filled(PutReceived(op, checksum), handle, buffer))
+    def post_received(
+        self,
+        op: OpId,
+        checksum: int,
+        handle: ChunkHandle | None,
+        buffer: memoryview | None,
+        *,
+        is_from_shelf: bool = False,
+    ) -> None:
+        """PutReceived, with the buffer that now belongs to the store (None with a handle of None).
+
+        `is_from_shelf`: nobody else keeps it, so that it may be used again.
+        """
+        self._mailbox.post(_Filled(PutReceived(op, checksum), handle, buffer, is_from_shelf))
 
     def ledger(self) -> LedgerSnapshot:
         """The ledger now. Not to be called from a callback."""
@@ -157,6 +172,8 @@ class MemoryStore:
             if isinstance(posted, _Filled) and posted.handle is not None:
                 assert posted.buffer is not None
                 self._buffers[posted.handle] = posted.buffer
+                if posted.is_from_shelf:
+                    self._lent.add(posted.handle)
             for effect in self._machine.handle(event, time.monotonic()):
                 self._carry_out(effect)
             if isinstance(event, PutAborted | GetEnded):
@@ -180,11 +197,16 @@ class MemoryStore:
 
     def _carry_out(self, effect: StoreEffect) -> None:
         if isinstance(effect, Drop):
-            self._buffers.pop(effect.handle, None)  # none yet, where its put was aborted
+            buffer = self._buffers.pop(effect.handle, None)  # none yet, where its put was aborted
+            if effect.handle in self._lent and buffer is not None:
+                self._lent.discard(effect.handle)
+                self.shelf.put_back(buffer, self._machine.free_bytes)
             return
         if isinstance(effect, DrainCompleted):
             self._drained.set_result(None)
             return
+        if isinstance(effect, Grant):
+            self.shelf.trim(self._machine.free_bytes)
         on_effect = self._owners[effect.op] if isinstance(effect, _STILL_GOING) else self._owners.pop(effect.op)
         on_effect(effect, self._buffers[effect.handle] if isinstance(effect, SendChunk) else None)
 

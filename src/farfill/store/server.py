@@ -222,8 +222,13 @@ class StoreServer:
                     sock.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(sock,), name="farfill-store-read", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more threads here: the peer may try again
+                    _log.error("the store cannot serve a connection: %s", error)
+                    sock.close()
+                    continue
                 self._served[thread] = (sock, None)
-            thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         thread = threading.current_thread()

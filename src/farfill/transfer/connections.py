@@ -203,7 +203,10 @@ class TcpLink:
             slot.thread = threading.Thread(
                 target=self._run, args=(number,), name=f"farfill-data-read-{self._store.host}-{number}", daemon=True
             )
-            slot.thread.start()
+            try:
+                slot.thread.start()
+            except RuntimeError as error:  # our own shortage, not the peer's end
+                self._refused(number, "connection_lost", f"this process cannot start a thread: {error}")
 
     def _opened(self, number: int, connection: TcpConnection) -> None:
         slot = self._slots[number]
@@ -227,6 +230,11 @@ class TcpLink:
         for end in list(self._ends.values()):
             end.connection_lost(connection, code, detail)
 
+    def _broken(self, number: int, bug: Exception) -> None:
+        slot = self._slots[number]
+        slot.connection = slot.thread = None
+        self._on_bug(bug)
+
     def _on_bug(self, bug: Exception) -> None:
         _log.critical("a link to a store has stopped after a bug", exc_info=bug)
         for end in list(self._ends.values()):
@@ -235,6 +243,13 @@ class TcpLink:
     # ---- in a slot's thread
 
     def _run(self, number: int) -> None:
+        try:
+            self._connect_and_serve(number)
+        except Exception as error:  # noqa: BLE001 - told, loudly, to every transfer that uses the link
+            bug = error  # `error` is gone by the time another thread may run the step
+            self._mailbox.post(lambda: self._broken(number, bug))
+
+    def _connect_and_serve(self, number: int) -> None:
         try:
             connection = self._connect()
         except FarfillError as error:

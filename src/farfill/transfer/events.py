@@ -4,9 +4,8 @@ A *slot* is a place for one connection to the store; a *connection* is one life 
 connections and never uses a number twice within a machine. Every event names the connection it came from.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NewType
+from typing import Final, NewType
 
 ConnectionId = NewType("ConnectionId", int)
 
@@ -120,7 +119,6 @@ class LinkSettings:
         return doubled * (1.0 + self.jitter)
 
 
-# Codes after which connecting again cannot help.
-FATAL_CODES: Mapping[str, None] = dict.fromkeys(
-    ("peer_unauthenticated", "stale_epoch", "wire_version_unsupported", "lease_unknown", "forbidden")
-)
+# Codes after which connecting again cannot help. Not `peer_unauthenticated`: a store that is killed right after a TLS
+# handshake looks like one that refuses our certificate.
+FATAL_CODES: Final = frozenset({"stale_epoch", "wire_version_unsupported"})

@@ -114,8 +114,8 @@ def decode_attach_reply(reply: bytes | bytearray, record: bytes, session_key: by
     """What the server said to our attach record. Only an acceptance proves itself; a refusal is only a hint.
 
     Raises:
-        PeerError: `protocol_violation`, for other bytes than ours; `peer_unauthenticated`, for an acceptance by
-            one who has not the session's key.
+        PeerError: `protocol_violation`, for other bytes than ours, altered ones, or an acceptance by one who has not
+            the session's key.
     """
     if len(reply) != ATTACH_REPLY_BYTES or not reply.startswith(_ATTACH_MAGIC):
         raise PeerError("protocol_violation", "the store does not answer with an attach reply")
@@ -126,7 +126,7 @@ def decode_attach_reply(reply: bytes | bytearray, record: bytes, session_key: by
     if status is AttachStatus.ACCEPTED:
         expected = encode_attach_reply(status, record, session_key)
         if not hmac.compare_digest(expected, bytes(reply)):
-            raise PeerError("peer_unauthenticated", "the store's attach reply does not prove the session's key")
+            raise PeerError("protocol_violation", "the store's attach reply does not prove the session's key")
     return status
 
 

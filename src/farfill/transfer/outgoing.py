@@ -154,6 +154,7 @@ class Outgoing:
             raise LocalProtocolError(f"chunk {spec.index} is not of this transfer's plan")
         if payload.nbytes != spec.payload_bytes:
             raise LocalProtocolError(f"chunk {spec.index} has {payload.nbytes} bytes, not {spec.payload_bytes}")
+        self._raise_failure()
         self._book.publish(spec.index)
         self._room.take(payload.nbytes, self.future.done)
         self._add(spec.index, _OutgoingChunk(data_identity(spec), payload.cast("B")))
