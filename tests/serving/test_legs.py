@@ -191,15 +191,18 @@ async def test_over_mutual_tls(tmp_path: Path) -> None:
             assert decoded["choices"] == expected["choices"]
 
 
-async def test_a_foreign_certificate_and_none_are_refused(tmp_path: Path) -> None:
+async def test_a_foreign_and_an_expired_certificate_and_none_are_refused(tmp_path: Path) -> None:
     files = certificates(tmp_path / "ours", "east")
     foreign = certificates(tmp_path / "theirs", "gateway")["gateway"]
     stranger = tls.client_context(foreign)
     stranger.load_verify_locations(files["east"].ca)
     nobody = tls.client_context(files["east"])
     bare = ssl.create_default_context(cafile=str(files["east"].ca))
+    expired = tls.write_certificate(tmp_path / "ours", "late", days=1e-5)  # began five minutes ago, for a second
+    late = ssl.create_default_context(cafile=str(files["east"].ca))
+    late.load_cert_chain(expired.certificate, expired.key)
     async with worker_site(name="east", tls=files["east"]) as site:
-        for context in (stranger, bare):
+        for context in (stranger, bare, late):
             async with http_session(context) as session:
                 with pytest.raises((aiohttp.ClientError, OSError)):
                     await session.get(f"{site.url}/health")

@@ -1,5 +1,6 @@
 """A worker's HTTP endpoints. Thin: each handler reads, asks the worker, and answers."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -111,7 +112,8 @@ async def _version(worker: Worker, request: web.Request) -> web.StreamResponse:
 
 
 async def _metrics(worker: Worker, request: web.Request) -> web.StreamResponse:
-    return web.Response(body=worker.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+    body = await asyncio.to_thread(worker.metrics.exposition)  # it asks the engine and the store, which have locks
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 async def _info(worker: Worker, request: web.Request) -> web.StreamResponse:

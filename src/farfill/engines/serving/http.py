@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from farfill.engines.serving.answer import FAILED
-from farfill.errors import ClientError, FarfillError, LocalProtocolError, OperationError
+from farfill.errors import ClientError, FarfillError, LocalProtocolError, OperationError, OverloadError
 from farfill.observe.metrics import OK, WorkerMetrics
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ async def _answered(request: web.Request, handler: Handler) -> tuple[web.StreamR
         _log.info("client gone: %s", error)
         raise
     except FarfillError as error:
-        if error.http_status >= 500:
+        if error.http_status >= 500 and not isinstance(error, OverloadError):  # those come in crowds
             _log.warning("request %s: %s", request[REQUEST_ID], error)
         return error_response(error), error.code
     except web.HTTPNotFound:
@@ -118,8 +118,10 @@ async def _answered(request: web.Request, handler: Handler) -> tuple[web.StreamR
         response = error_response(wrong)
         response.headers["Allow"] = allowed
         return response, wrong.code
-    except web.HTTPException:
-        raise
+    except web.HTTPException as error:  # the library's own: what it refuses before a handler sees it
+        code = "body_too_large" if error.status == 413 else "invalid_request"
+        refused = ClientError(code, f"{error.status} {error.reason}")
+        return error_response(refused), refused.code
     except Exception:  # noqa: BLE001 - it is answered and logged with its trace, not hidden
         # A bug ends its request, loudly; the log has the trace, the client has the code.
         _log.exception("request %s ended by a bug", request[REQUEST_ID])
