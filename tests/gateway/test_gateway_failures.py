@@ -256,6 +256,50 @@ async def test_a_prefill_leg_that_fails_after_the_first_token_harms_nobody(fleet
             assert (await answer.content.read()).endswith(b"data: [DONE]\n\n")
 
 
+def broken(*_: object) -> None:
+    raise ZeroDivisionError("a planted bug")
+
+
+async def test_a_bug_before_the_head_is_an_error_and_loud(
+    fleet: Cluster, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farfill.gateway.legs._kv_bytes", broken)
+    answer = await client.post("/v1/completions", json=body())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "a planted bug" in caplog.text
+    await fleet.site.until(lambda: fleet.site.held == 0)
+
+
+async def test_a_bug_after_the_first_token_breaks_the_stream_off_and_is_loud(
+    fleet: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farfill.gateway.legs.Tail.verdict", broken)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(fleet.url + "/v1/completions", json=body(stream=True)) as answer,
+    ):
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.content.read()
+    assert "a planted bug" in caplog.text
+    await fleet.site.until(lambda: fleet.site.held == 0)
+
+
+async def test_a_bug_after_the_end_is_loud_too(
+    fleet: Cluster, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.gateway.choose._index, "remember", broken)
+    await client.post("/v1/completions", json=body())
+    assert "a planted bug" in caplog.text
+
+
+async def test_an_answer_without_end_is_the_workers_fault_where_it_must_be_kept(
+    fleet: Cluster, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farfill.gateway.drive.ANSWER_BYTES_MAX", 20)
+    answer = await client.post("/v1/completions", json=body())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+
+
 # --- clients that leave ---------------------------------------------------------------------------------------------
 
 

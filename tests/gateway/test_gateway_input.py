@@ -185,6 +185,32 @@ async def test_other_endpoints_are_passed_through_both_ways(fleet: Cluster, clie
     assert tokens.headers["x-farfill-reason"] == "endpoint_not_splittable"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/../farfill/v1/info", "/v1/%2e%2e/farfill/v1/info", "/v1/a/..%2f..%2ffarfill/v1/info", "/v1/./x",
+        "/v1/..%5cfarfill",
+    ],
+)  # fmt: skip
+async def test_no_path_leads_to_what_is_between_gateway_and_workers(fleet: Cluster, path: str) -> None:
+    host, port = fleet.url.removeprefix("http://").split(":")
+    for method in ("GET", "POST"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 404 "), answer
+        assert b"unknown_endpoint" in answer
+        writer.close()
+    assert "fingerprint" not in answer.decode()
+
+
+async def test_a_clients_own_farfill_headers_do_not_reach_a_worker(fleet: Cluster, client: httpx.AsyncClient) -> None:
+    await client.post("/v1/echo", json={"model": MODEL}, headers={"X-Farfill-Path": "remote", "Cookie": "a=b"})
+    headers = fleet.decode.seen[-1][1]
+    assert "X-Farfill-Path" not in headers
+    assert "Cookie" not in headers
+
+
 async def test_a_body_that_is_no_json_is_streamed_and_bounded(fleet: Cluster, client: httpx.AsyncClient) -> None:
     content = bytes(range(256)) * 8
     headers = {"Content-Type": "application/octet-stream"}
@@ -205,6 +231,7 @@ async def test_a_body_that_is_no_json_is_streamed_and_bounded(fleet: Cluster, cl
     answer = await client.post("/v1/echo", content=too_many(), headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     assert (await client.delete("/v1/echo")).status_code == 204
+    assert (await client.head("/v1/echo")).status_code == 200
 
 
 async def test_an_error_of_a_passed_endpoint_is_an_openai_error(fleet: Cluster, client: httpx.AsyncClient) -> None:

@@ -272,6 +272,16 @@ def test_a_decode_worker_that_cannot_be_reached_is_replaced_by_the_next() -> Non
     assert outcome(world).code == "connection_lost"
 
 
+def test_a_decode_worker_that_takes_nobody_is_not_asked_a_second_time() -> None:
+    for code in ("draining", "queue_full"):
+        refusal = OverloadError(code, "no")
+        world = new_world()
+        effects = run(world, PathChosen(REMOTE), GRANT, DecodeLegFailed(0, refusal))
+        assert effects[-1] == StartDecodeLeg(1, "d1", None)
+        run(world, DecodeLegFailed(1, refusal))
+        assert outcome(world).code == code
+
+
 def test_a_local_request_moves_to_the_next_worker_while_there_is_one() -> None:
     world = new_world(choice=LOCAL)
     full = OverloadError("queue_full", "full")

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import msgspec
 from aiohttp import web
 
-from farfill.errors import FarfillError, OperationError
+from farfill.errors import FarfillError
 from farfill.gateway.errors import error_response
 
 # One answer of a request that is not streamed: a million tokens with logprobs stay under it.
@@ -80,7 +80,10 @@ class StreamingClient:
 
 
 class BufferedClient:
-    """Keeps the whole answer back until it is complete, so that a failure at its very end is still a clear error."""
+    """Keeps the whole answer back until it is complete, so that a failure at its very end is still a clear error.
+
+    The leg bounds it (`ANSWER_BYTES_MAX`).
+    """
 
     def __init__(self) -> None:
         self.response: web.StreamResponse | None = None
@@ -92,8 +95,6 @@ class BufferedClient:
         self._status, self._headers = status, headers
 
     async def forward(self, data: bytes) -> None:
-        if len(self._body) + len(data) > ANSWER_BYTES_MAX:
-            raise OperationError("engine_failed", f"the worker's answer is larger than {ANSWER_BYTES_MAX} bytes")
         self._body += data
 
     async def end(self) -> None:

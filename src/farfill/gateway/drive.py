@@ -5,17 +5,17 @@ Not here: which path is taken (`choose`), what HTTP the legs speak (`legs`), how
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, assert_never
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from farfill.errors import FarfillError
 from farfill.gateway.body import decode_body, prefill_body
-from farfill.gateway.client_side import ClientSide, end_to_end
+from farfill.gateway.client_side import ANSWER_BYTES_MAX, ClientSide, end_to_end
 from farfill.gateway.errors import REQUEST_ID_HEADER
 from farfill.gateway.fleet import Fleet
 from farfill.gateway.legs import (
@@ -27,6 +27,7 @@ from farfill.gateway.legs import (
     decode_leg,
     prefill_leg,
 )
+from farfill.gateway.mailbox import Background, Mailbox
 from farfill.gateway.stores import Reservation, Stores
 from farfill.gateway.work import Chosen, Work
 from farfill.router.messages import (
@@ -54,7 +55,6 @@ from farfill.router.messages import (
     SendHead,
     StartDecodeLeg,
     StartPrefillLeg,
-    Tick,
 )
 from farfill.router.policy import Path
 from farfill.router.request import RequestMachine
@@ -63,87 +63,13 @@ from farfill.transfer.spec import to_kv_transfer_params
 
 _log = logging.getLogger(__name__)
 
-# Pieces of output that may wait for a slow client, in each request; then the decode leg's connection is not read.
-_EVENTS_MAX: Final = 16
+# Of a client's headers: its key, and what the gateway sets itself.
+_NOT_FOR_WORKERS: Final = ("authorization", "cookie", "accept-encoding", REQUEST_ID_HEADER.lower())
 
 PATH_HEADER: Final = "X-Farfill-Path"
 REASON_HEADER: Final = "X-Farfill-Reason"
 TRANSFER_HEADER: Final = "X-Farfill-Transfer"
 PREFILL_SECONDS_HEADER: Final = "X-Farfill-Prefill-Seconds"
-
-
-class Mailbox:
-    """Events of one request, bounded for output; and its timer."""
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Future[None] | None = None
-        self._room = asyncio.Event()
-        self._room.set()
-        self._crash: BaseException | None = None
-
-    async def put(self, event: Event) -> None:
-        while len(self._events) >= _EVENTS_MAX:
-            self._room.clear()
-            await self._room.wait()
-        self.put_now(event)
-
-    def put_now(self, event: Event) -> None:
-        self._events.append(event)
-        self._wake()
-
-    def crash(self, error: BaseException) -> None:
-        """A bug in one of the request's tasks ends the request."""
-        self._crash = error
-        self._wake()
-
-    async def get(self, deadline: float | None) -> Event:
-        """The next event, or `Tick` once the deadline has come."""
-        while True:
-            if self._crash is not None:
-                raise self._crash
-            if deadline is not None and self._loop.time() >= deadline:
-                return Tick()
-            if self._events:
-                event = self._events.popleft()
-                if len(self._events) < _EVENTS_MAX:
-                    self._room.set()
-                return event
-            self._arrived = self._loop.create_future()
-            timer = None if deadline is None else self._loop.call_at(deadline, self._wake)
-            try:
-                await self._arrived
-            finally:
-                self._arrived = None
-                if timer is not None:
-                    timer.cancel()
-
-    def _wake(self) -> None:
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
-
-
-class Background:
-    """Work that outlives the request that began it: releasing leases, taking late grants back."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    async def finish(self) -> None:
-        """Returns when all of it is done; each piece has its own time limit."""
-        while self._tasks:
-            await asyncio.wait(list(self._tasks))
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("%s ended by a bug", task.get_name(), exc_info=error)
 
 
 class Recorder(Protocol):
@@ -241,6 +167,11 @@ class RequestDriver:
             case RecordOutcome():
                 self.outcome = effect
                 self._up.recorder.ended(effect, self._work.tenant)
+                _log.info(
+                    "request %s of %s: %s, path %s, reason %s, code %s, %.3f s",
+                    self._work.request_id, self._work.tenant, effect.state, effect.path, effect.reason, effect.code,
+                    effect.duration_s,
+                )  # fmt: skip
             case SendHead() | Forward() | EndResponse() | SendErrorBeforeHead() | SendErrorEvent():
                 return False
             case _:
@@ -300,7 +231,10 @@ class RequestDriver:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._mailbox.crash(error)
+            if self.outcome is None:
+                self._mailbox.crash(error)
+            else:  # too late to end the request, and not too late to be heard
+                _log.error("%s ended by a bug", task.get_name(), exc_info=error)
 
     async def _choose(self, choose: Callable[[], Awaitable[Chosen]]) -> None:
         try:
@@ -350,7 +284,7 @@ class RequestDriver:
         upstream = Upstream(
             effect.worker,
             "POST",
-            self._url(effect.worker) + "/v1/completions",
+            self._url(effect.worker, "/v1/completions"),
             self._leg_headers({}),
             msgspec.json.encode(body),
         )
@@ -368,10 +302,11 @@ class RequestDriver:
         upstream = Upstream(
             effect.worker,
             work.method,
-            self._url(effect.worker) + work.target,
+            self._url(effect.worker, work.target),
             self._leg_headers(work.headers),
             body,
-            ends_with_done=work.ends_with_done,
+            generates=work.generates,
+            answer_bytes_max=None if work.streaming else ANSWER_BYTES_MAX,
         )
         with self._up.fleet.busy(effect.worker, self._chosen.prompt_tokens + work.output_tokens):
             post = self._noticing(effect.worker)
@@ -391,11 +326,16 @@ class RequestDriver:
 
     def _leg_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """The client's own headers, less its key and the connection's, and what both legs get."""
-        made = end_to_end(headers, "authorization", "cookie", "accept-encoding", REQUEST_ID_HEADER.lower())
+        made = {
+            name: value
+            for name, value in end_to_end(headers, *_NOT_FOR_WORKERS).items()
+            if not name.lower().startswith("x-farfill-")
+        }
         made.setdefault("Content-Type", "application/json")
         made["Accept-Encoding"] = "identity"
         made[REQUEST_ID_HEADER] = self._work.request_id
         return made
 
-    def _url(self, worker: str) -> str:
-        return self._up.fleet.workers[worker].address.url.rstrip("/")
+    def _url(self, worker: str, target: str) -> URL:
+        """As the client encoded it: to decode and encode it anew could make another path of it."""
+        return URL(self._up.fleet.workers[worker].address.url.rstrip("/") + target, encoded=True)

@@ -21,6 +21,7 @@ REQUEST_ID_HEADER: Final = "X-Request-Id"
 # It comes back in headers, goes to both legs and into logs: no odd characters, no novels.
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 REQUEST_ID: Final = web.RequestKey("farfill_gateway_request_id", str)
+_HEAD_IS_OUT: Final = web.RequestKey("farfill_gateway_head_is_out", bool)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -45,6 +46,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except FarfillError as error:
+        if request.get(_HEAD_IS_OUT):
+            raise
         if error.http_status >= 500:
             _log.warning("request %s: %s", request[REQUEST_ID], error)
         return error_response(error)
@@ -56,8 +59,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_response(wrong, {"Allow": allowed})
     except (web.HTTPException, ConnectionError):
         raise  # of aiohttp itself; or the client went away, and there is nobody to answer
-    except Exception:  # noqa: BLE001 - it is answered and logged with its trace, not hidden
+    except Exception:
         _log.exception("request %s ended by a bug", request[REQUEST_ID])
+        if request.get(_HEAD_IS_OUT):
+            raise  # a second head in the middle of a body would be nonsense: aiohttp closes the connection
         return error_response(LocalProtocolError("an unexpected error ended the request; the gateway's log says more"))
 
 
@@ -65,3 +70,4 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
     """An `on_response_prepare` signal: streams too have the header."""
     if REQUEST_ID in request:
         response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+        request[_HEAD_IS_OUT] = True

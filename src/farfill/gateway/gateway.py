@@ -13,9 +13,10 @@ from typing import Final
 from farfill.errors import OverloadError
 from farfill.gateway.choose import Chooser
 from farfill.gateway.client_side import ClientSide
-from farfill.gateway.drive import Background, RequestDriver, Upstreams
+from farfill.gateway.drive import RequestDriver, Upstreams
 from farfill.gateway.fleet import Fleet
 from farfill.gateway.legs import tracing
+from farfill.gateway.mailbox import Background
 from farfill.gateway.settings import GatewaySettings
 from farfill.gateway.stores import Stores
 from farfill.gateway.tenants import Tenants

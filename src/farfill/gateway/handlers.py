@@ -3,6 +3,7 @@
 Not here: what the gateway answers itself (`app`, `ready`).
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -39,7 +40,7 @@ async def generate(gateway: Gateway, request: web.Request) -> web.StreamResponse
             body=body.raw,
             fields=body.fields,
             streaming=streaming,
-            ends_with_done=streaming,
+            generates=True,
             output_tokens=_output_tokens(body.fields),
         )
         client: StreamingClient | BufferedClient = StreamingClient(request) if streaming else BufferedClient()
@@ -54,6 +55,7 @@ async def pass_through(gateway: Gateway, request: web.Request) -> web.StreamResp
     is streamed, and can be sent only once.
     """
     tenant = gateway.tenants.authenticate(request.headers.get("Authorization"))
+    _check_path(request)
     with gateway.admission.enter():
         limit = gateway.settings.limits.body_bytes
         parsed: Body | None = None
@@ -86,6 +88,16 @@ def _answer(client: StreamingClient | BufferedClient) -> web.StreamResponse:
     if client.response is None:  # it left before anything was sent; this goes nowhere
         raise ClientError("client_gone", "the client closed its connection")
     return client.response
+
+
+def _check_path(request: web.Request) -> None:
+    """Behind the gateway are more endpoints than a client may see: no path may lead out of what was routed here.
+
+    Raises:
+        ClientError: `unknown_endpoint`.
+    """
+    if any(segment in (".", "..") for segment in re.split(r"[/\\]", request.path)):
+        raise ClientError("unknown_endpoint", "a path with '.' or '..' in it leads nowhere here")
 
 
 def _output_tokens(fields: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from farfill.errors import FarfillError, OperationError, error_from_openai
 from farfill.gateway.body import BodyStream
@@ -42,14 +43,21 @@ _ERROR: Final = b'data: {"error"'
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """One HTTP request to a worker. `ends_with_done`: see `Tail`."""
+    """One HTTP request to a worker.
+
+    Attributes:
+        target: the full URL, encoded as it is to be sent.
+        generates: the answer is a generation: it has a body, and a stream of it ends with its end mark (see `Tail`).
+        answer_bytes_max: more is taken for a fault of the worker; None: it is not kept, so it may be endless.
+    """
 
     worker: str
     method: str
-    url: str
+    target: URL
     headers: Mapping[str, str]
     body: bytes | BodyStream | None
-    ends_with_done: bool = False
+    generates: bool = False
+    answer_bytes_max: int | None = None
 
 
 class PrefillReport(msgspec.Struct, frozen=True):
@@ -121,7 +129,7 @@ async def prefill_leg(session: aiohttp.ClientSession, upstream: Upstream, answer
     try:
         async with session.request(
             upstream.method,
-            upstream.url,
+            upstream.target,
             headers=upstream.headers,
             data=upstream.body,
             allow_redirects=False,
@@ -153,11 +161,10 @@ async def decode_leg(
     session: aiohttp.ClientSession, upstream: Upstream, attempt: int, answer: LegAnswer, post: Post
 ) -> None:
     """Runs a decode leg; posts what happens. `answer` is complete before `DecodeLegStarted`."""
-    reached = False
-    tail = Tail()
+    seen_bytes, watched, tail = 0, False, Tail()
     try:
         async with session.request(
-            upstream.method, upstream.url, headers=upstream.headers, data=upstream.body, allow_redirects=False
+            upstream.method, upstream.target, headers=upstream.headers, data=upstream.body, allow_redirects=False
         ) as response:
             if response.status >= 400:
                 error = await read_error(response)
@@ -165,11 +172,16 @@ async def decode_leg(
                 return
             answer.status, answer.headers = response.status, response.headers
             answer.kv_bytes = _kv_bytes(response.headers)
+            watched = upstream.generates and response.content_type == "text/event-stream"
             async for data in response.content.iter_any():
-                if not reached:
-                    reached = True
+                if seen_bytes == 0:
                     await post(DecodeLegStarted(attempt, answer.kv_bytes))
-                if upstream.ends_with_done:
+                seen_bytes += len(data)
+                if upstream.answer_bytes_max is not None and seen_bytes > upstream.answer_bytes_max:
+                    failure = f"{upstream.worker}: an answer of more than {upstream.answer_bytes_max} bytes"
+                    await post(DecodeLegFailed(attempt, OperationError("engine_failed", failure)))
+                    return
+                if watched:
                     tail.take(data)
                 await post(DecodeLegOutput(attempt, data))
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -179,13 +191,13 @@ async def decode_leg(
         else:
             await post(DecodeLegFailed(attempt, failure_of(error, upstream.worker), reached=False))
         return
-    if not reached:
-        if upstream.ends_with_done or answer.status == 200:
-            failure = OperationError("engine_failed", f"{upstream.worker} answered with an empty body")
-            await post(DecodeLegFailed(attempt, failure))
+    if seen_bytes == 0:
+        if upstream.generates:
+            empty = OperationError("engine_failed", f"{upstream.worker} answered with an empty body")
+            await post(DecodeLegFailed(attempt, empty))
             return
-        await post(DecodeLegStarted(attempt, answer.kv_bytes))  # 204 and its like have no body
-    if upstream.ends_with_done and answer.headers.get("Content-Type", "").startswith("text/event-stream"):
+        await post(DecodeLegStarted(attempt, answer.kv_bytes))  # 204 and its like
+    if watched:
         failed, answer.told = tail.verdict()
         if failed is not None:
             await post(DecodeLegFailed(attempt, failed))

@@ -145,6 +145,7 @@ class ReadyProbe:
             body=msgspec.json.encode(fields),
             fields=fields,
             output_tokens=1,
+            generates=True,
         )
         threshold = 0 if remote else 2**62
         rules = replace(self._gateway.settings.router, threshold_tokens=threshold)

@@ -18,7 +18,7 @@ class Work:
         body: as the client sent it; a stream can be sent only once.
         fields: the body's, where it is a JSON object.
         streaming: the answer comes in pieces.
-        ends_with_done: a stream that does not end with `data: [DONE]` is not complete.
+        generates: the answer is a completion or a chat (see `legs.Upstream`).
         output_tokens: how many it may make at most, or a guess; for the load that it is.
     """
 
@@ -30,7 +30,7 @@ class Work:
     body: bytes | BodyStream | None
     fields: Mapping[str, Any] = field(default_factory=dict)
     streaming: bool = False
-    ends_with_done: bool = False
+    generates: bool = False
     output_tokens: int = 0
 
 

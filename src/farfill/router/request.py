@@ -315,7 +315,8 @@ class RequestMachine:
         return self._fall_back(error, self._legs.worker, now)
 
     def _leg_failed(self, event: DecodeLegFailed, now: float) -> list[Effect]:
-        if event.reached and self._legs.consuming:
+        refused = event.error.code in ("draining", "queue_full")  # it would not take the request without a transfer too
+        if event.reached and not refused and self._legs.consuming:
             return self._transfer_failed(event.error, now)
         # The worker is at fault, so another one has to do it, if there is one that was not tried.
         assert self._choice is not None
