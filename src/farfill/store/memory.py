@@ -39,7 +39,7 @@ from farfill.store.events import (
 )
 from farfill.store.machine import StoreLimits, StoreMachine
 from farfill.store.protocol import LedgerSnapshot
-from farfill.store.shelf import BufferShelf
+from farfill.store.shelf import BufferShelf, ChunkBuffers
 from farfill.transfer.mailbox import Mailbox
 from farfill.transfer.timer import DeadlineTimer
 
@@ -104,12 +104,15 @@ class MemoryStore:
         self._timer = DeadlineTimer("farfill-store-timer")
         self._ids = itertools.count(1)
         self._owners: dict[OpId, OnEffect] = {}
-        self._buffers: dict[ChunkHandle, memoryview] = {}
-        self._lent: set[ChunkHandle] = set()  # whose buffers came from the shelf
-        self.shelf = BufferShelf()
+        self._buffers = ChunkBuffers()
         self._watches: list[_Watch] = []
         self._drained: Future[None] = Future()
         self._bug: Exception | None = None
+
+    @property
+    def shelf(self) -> BufferShelf:
+        """Where to take a buffer to receive into."""
+        return self._buffers.shelf
 
     def begin(self, on_effect: OnEffect) -> OpId:
         """Numbers an operation; post the event that opens it next."""
@@ -171,9 +174,7 @@ class MemoryStore:
             event = posted.event if isinstance(posted, _Filled) else posted
             if isinstance(posted, _Filled) and posted.handle is not None:
                 assert posted.buffer is not None
-                self._buffers[posted.handle] = posted.buffer
-                if posted.is_from_shelf:
-                    self._lent.add(posted.handle)
+                self._buffers.keep(posted.handle, posted.buffer, is_from_shelf=posted.is_from_shelf)
             for effect in self._machine.handle(event, time.monotonic()):
                 self._carry_out(effect)
             if isinstance(event, PutAborted | GetEnded):
@@ -197,10 +198,7 @@ class MemoryStore:
 
     def _carry_out(self, effect: StoreEffect) -> None:
         if isinstance(effect, Drop):
-            buffer = self._buffers.pop(effect.handle, None)  # none yet, where its put was aborted
-            if effect.handle in self._lent and buffer is not None:
-                self._lent.discard(effect.handle)
-                self.shelf.put_back(buffer, self._machine.free_bytes)
+            self._buffers.drop(effect.handle, self._machine.free_bytes)
             return
         if isinstance(effect, DrainCompleted):
             self._drained.set_result(None)

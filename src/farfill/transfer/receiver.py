@@ -34,6 +34,7 @@ from farfill.transfer.events import (
 )
 from farfill.transfer.slots import ConnectionSlots
 from farfill.transfer.spec import Clocks
+from farfill.transfer.waits import Waits
 
 # ---- events
 
@@ -150,7 +151,6 @@ class ReceiverMachine:
 
     def __init__(self, sealed_bytes: Sequence[int], clocks: Clocks, settings: LinkSettings) -> None:
         self._sizes = (0, *sealed_bytes, 0)
-        self._clocks = clocks
         self._settings = settings
         self._slots = ConnectionSlots(settings)
         self._wanted: list[int] = [0]  # a heap of the indices to ask for
@@ -160,25 +160,20 @@ class ReceiverMachine:
         self._closing: tuple[bytes, ...] | None = None
         self._is_manifest_checked = False
         self._bad: dict[int, int] = {}
-        self._started_at: float | None = None
-        self._progress_at: float | None = None  # of data; starts the stall clock
-        self._all_here_at: float | None = None  # starts the verify clock
+        self._waits = Waits(clocks)
         self._is_over = False
 
     @property
     def deadline(self) -> float | None:
-        if self._started_at is None or self._is_over:
+        waits = self._waits
+        if waits.started_at is None or self._is_over:
             return None
-        ends = [self._started_at + self._clocks.transfer_s]
+        ends = [waits.transfer_ends, self._slots.deadline, waits.verify_ends]
         if not self._slots.was_open:
-            ends.append(self._started_at + self._clocks.setup_s)
-        if self._all_here_at is not None:
-            ends.append(self._all_here_at + self._clocks.verify_s)
-        elif self._progress_at is not None:
-            ends.append(self._progress_at + self._clocks.stall_s)
-        if self._slots.deadline is not None:
-            ends.append(self._slots.deadline)
-        return min(ends)
+            ends.append(waits.setup_ends)
+        if waits.verify_ends is None:
+            ends.append(waits.stall_ends)
+        return min(end for end in ends if end is not None)
 
     @property
     def is_over(self) -> bool:
@@ -194,8 +189,8 @@ class ReceiverMachine:
         effects: list[ReceiverEffect] = []
         match event:
             case Started():
-                assert self._started_at is None
-                self._started_at = now
+                assert self._waits.started_at is None
+                self._waits.started_at = now
                 effects += self._slots.open_all()
             case ConnectionOpened():
                 self._slots.opened(event.slot, event.connection)
@@ -221,7 +216,7 @@ class ReceiverMachine:
             case ChunkOpened():
                 if self._is_data(event.index) and self._take(event.connection, event.index):
                     self._tags[event.index] = event.tag
-                    self._progress_at = now
+                    self._waits.progress_at = now
                     self._slots.progressed()
             case ClosingOpened():
                 if self._take(event.connection, len(self._sizes) - 1):
@@ -268,19 +263,18 @@ class ReceiverMachine:
 
     def _late(self, now: float) -> Fail | None:
         """Rule 5, and slots that have given up."""
-        assert self._started_at is not None, "Started comes first"
-        clocks = self._clocks
-        if now >= self._started_at + clocks.transfer_s:
+        waits, clocks = self._waits, self._waits.clocks
+        if now >= waits.transfer_ends:
             return self._fail("transfer_timeout", f"not verified after {clocks.transfer_s} s")
-        if self._all_here_at is not None:
-            if now >= self._all_here_at + clocks.verify_s:
+        if waits.verify_ends is not None:
+            if now >= waits.verify_ends:
                 return self._fail("verify_timeout", f"not verified {clocks.verify_s} s after the last chunk came")
             return None  # no connection is needed any more
         if self._slots.is_exhausted:
             return self._fail(self._slots.last_code, self._slots.last_detail)
-        if not self._slots.was_open and now >= self._started_at + clocks.setup_s:
+        if not self._slots.was_open and now >= waits.setup_ends:
             return self._fail("setup_timeout", f"no connection to the store after {clocks.setup_s} s")
-        if self._progress_at is not None and now >= self._progress_at + clocks.stall_s:
+        if waits.stall_ends is not None and now >= waits.stall_ends:
             return self._fail("transfer_stalled", f"no new chunk for {clocks.stall_s} s")
         return None
 
@@ -304,7 +298,7 @@ class ReceiverMachine:
 
     def _retry(self, event: ChunkBad, now: float) -> list[ReceiverEffect]:
         """Rule 3."""
-        self._all_here_at = None
+        self._waits.all_here_at = None
         self._bad[event.index] = self._bad.get(event.index, 0) + 1
         if self._bad[event.index] > self._settings.corrupt_max:
             return [self._fail("chunk_corrupt", f"chunk {event.index}: {event.detail}")]
@@ -314,8 +308,8 @@ class ReceiverMachine:
         return [CloseConnection(event.connection, "chunk_corrupt")] if is_open else []
 
     def _note_all_here(self, now: float) -> None:
-        if self._is_manifest_checked and not self._wanted and not self._asked and self._all_here_at is None:
-            self._all_here_at = now
+        if self._is_manifest_checked and not self._wanted and not self._asked and self._waits.all_here_at is None:
+            self._waits.all_here_at = now
 
     def _conclude(self) -> list[ReceiverEffect]:
         assert self._closing is not None

@@ -33,6 +33,7 @@ from farfill.transfer.events import (
 )
 from farfill.transfer.slots import ConnectionSlots
 from farfill.transfer.spec import Clocks
+from farfill.transfer.waits import Waits
 
 # ---- events
 
@@ -114,7 +115,6 @@ class SenderMachine:
     def __init__(self, chunks: int, clocks: Clocks, settings: LinkSettings) -> None:
         assert chunks >= 2
         self._chunks = chunks
-        self._clocks = clocks
         self._settings = settings
         self._slots = ConnectionSlots(settings)
         self._sizes: dict[int, int] = {}  # of chunks that are ready and not done
@@ -124,22 +124,20 @@ class SenderMachine:
         self._asked: tuple[ConnectionId, frozenset[int]] | None = None  # whom, and about which uncertain ones
         self._done: set[int] = set()
         self._damaged: dict[int, int] = {}
-        self._started_at: float | None = None
-        self._progress_at = 0.0
+        self._waits = Waits(clocks)
         self._is_over = False
 
     @property
     def deadline(self) -> float | None:
-        if self._started_at is None or self._is_over:
+        waits = self._waits
+        if waits.started_at is None or self._is_over:
             return None
-        ends = [self._started_at + self._clocks.transfer_s]
+        ends = [waits.transfer_ends, self._slots.deadline]
         if not self._slots.was_open:
-            ends.append(self._started_at + self._clocks.setup_s)
+            ends.append(waits.setup_ends)
         elif self._sizes:
-            ends.append(self._progress_at + self._clocks.stall_s)
-        if self._slots.deadline is not None:
-            ends.append(self._slots.deadline)
-        return min(ends)
+            ends.append(waits.stall_ends)
+        return min(end for end in ends if end is not None)
 
     @property
     def is_over(self) -> bool:
@@ -151,8 +149,8 @@ class SenderMachine:
         effects: list[SenderEffect] = []
         match event:
             case Started():
-                assert self._started_at is None
-                self._started_at = self._progress_at = now
+                assert self._waits.started_at is None
+                self._waits.started_at = self._waits.progress_at = now
                 effects += self._slots.open_all()
             case ChunkReady():
                 self._add(event, now)
@@ -202,16 +200,15 @@ class SenderMachine:
 
     def _late(self, now: float) -> Fail | None:
         """Rule 6, and slots that have given up."""
-        assert self._started_at is not None, "Started comes first"
-        clocks = self._clocks
-        if now >= self._started_at + clocks.transfer_s:
+        waits, clocks = self._waits, self._waits.clocks
+        if now >= waits.transfer_ends:
             return self._fail("transfer_timeout", f"not complete after {clocks.transfer_s} s")
         if self._slots.is_exhausted:
             return self._fail(self._slots.last_code, self._slots.last_detail)
         if not self._slots.was_open:
-            if now >= self._started_at + clocks.setup_s:
+            if now >= waits.setup_ends:
                 return self._fail("setup_timeout", f"no connection to the store after {clocks.setup_s} s")
-        elif self._sizes and now >= self._progress_at + clocks.stall_s:
+        elif self._sizes and waits.stall_ends is not None and now >= waits.stall_ends:
             return self._fail("transfer_stalled", f"the store has acknowledged nothing for {clocks.stall_s} s")
         return None
 
@@ -223,7 +220,7 @@ class SenderMachine:
         assert index not in self._sizes
         assert index not in self._done
         if not self._sizes:
-            self._progress_at = now  # nothing waited for the store until now
+            self._waits.progress_at = now  # nothing waited for the store until now
         self._sizes[index] = event.payload_bytes
         heapq.heappush(self._queue, index)
 
@@ -239,7 +236,7 @@ class SenderMachine:
             self._done.add(index)
             del self._sizes[index]
         if indices:
-            self._progress_at = now
+            self._waits.progress_at = now
             self._slots.progressed()
         return [ReleaseChunk(index) for index in indices]
 
