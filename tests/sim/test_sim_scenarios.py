@@ -147,3 +147,15 @@ def test_a_request_after_healing_is_remote_again() -> None:
     report = passed(simulate(0, replace(scenario, arrivals=(*scenario.arrivals, late), faults=faults)))
     assert report.statistics["done remote"] >= 1
     assert report.statistics["crashes"] >= 4
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+def test_an_answer_in_one_piece_that_outlasts_its_lease_is_not_thrown_away(placement: Placement) -> None:
+    """The store knows VERIFIED long before the gateway does; renewing meanwhile must not look like a loss."""
+    scenario = calm(placement)
+    slow = replace(scenario.decode_speed, token_s=2.0)
+    arrivals = tuple(replace(arrival, streaming=False) for arrival in scenario.arrivals)
+    report = passed(simulate(0, replace(scenario, decode_speed=slow, arrivals=arrivals)))
+    assert report.statistics["renewals"] >= 4
+    assert report.statistics["done remote"] == 1
+    assert report.statistics["fallbacks"] == 0

@@ -64,7 +64,7 @@ def test_the_seeds_do_what_they_are_for() -> None:
         "chunks that did not open": 3,
         "manifests refused fingerprint_mismatch": 4,
         "refused stale_epoch": 10,
-        "refused lease_expired": 10,
+        "refused lease_expired": 3,
         "refused transfer_cancelled": 20,
         "refused chunk_corrupt": 20,
         "refused chunk_conflict": 5,
@@ -73,7 +73,7 @@ def test_the_seeds_do_what_they_are_for() -> None:
         "receive failed transfer_stalled": 5,
         "send failed transfer_stalled": 2,
         "renewals": 100,
-        "error event connection_lost": 5,
+        "error event connection_lost": 3,
     }
     too_few = {what: (total[what], floor) for what, floor in floors.items() if total[what] < floor}
     assert not too_few, f"(found, floor): {too_few}"
