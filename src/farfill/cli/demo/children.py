@@ -65,7 +65,8 @@ class Children:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                # What their libraries leave in the temporary folder goes away with ours.
+                env={**os.environ, "TMPDIR": str(self._folder), **environment},
                 # A Ctrl-C in the terminal is for us; we then stop the children in order.
                 start_new_session=True,
             )

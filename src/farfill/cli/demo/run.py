@@ -4,6 +4,7 @@ Not here: the processes (`children`, `sites`), the requests (`ask`), the judgeme
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -124,6 +125,7 @@ def _reference(scratch: Path, settings: SiteSettings, asked: list[Prompt]) -> li
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
+            env={**os.environ, "TMPDIR": str(scratch)},
             start_new_session=True,
         ) as process,
     ):
