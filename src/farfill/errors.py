@@ -142,9 +142,7 @@ class FarfillError(Exception):
 
     def to_openai(self) -> dict[str, Any]:
         """The body of an OpenAI-style error response."""
-        return {
-            "error": {"message": self.message, "type": self.openai_type, "param": self.field, "code": self.code}
-        }
+        return {"error": {"message": self.message, "type": self.openai_type, "param": self.field, "code": self.code}}
 
 
 class ConfigurationError(FarfillError):

@@ -7,7 +7,7 @@ thread shells in production and the virtual-time world in `farfill.sim`.
 from typing import Protocol, TypeVar
 
 EventT = TypeVar("EventT", contravariant=True)
-EffectT = TypeVar("EffectT", covariant=True)
+EffectT = TypeVar("EffectT")
 
 
 class Machine(Protocol[EventT, EffectT]):
