@@ -86,6 +86,17 @@ async def test_a_worker_with_another_name_is_not_taken() -> None:
     await worker.stop()
 
 
+async def test_a_worker_with_another_role_is_not_taken() -> None:
+    worker = FakeWorker(Site(), "west-1", "prefill", "west")
+    await worker.start()
+    address = WorkerAddress("west-1", worker.url, "decode", "west")
+    async with running_gateway(GatewaySettings((address,), port=0)) as running:
+        failure = running.gateway.fleet.workers["west-1"].failure
+        assert failure is not None
+        assert (failure.code, failure.field) == ("config_invalid", "gateway.workers")
+    await worker.stop()
+
+
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path

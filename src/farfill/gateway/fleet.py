@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from farfill.errors import FarfillError, OperationError, OverloadError, PeerError
+from farfill.errors import ConfigurationError, FarfillError, OperationError, OverloadError, PeerError
 from farfill.gateway.info import INFO_BYTES_MAX, INFO_PATH, WorkerInfo, read_info
 from farfill.gateway.settings import WorkerAddress
 from farfill.gateway.upstream import failure_of, read_error
@@ -145,7 +145,10 @@ class Fleet:
 
     async def _ask(self, address: WorkerAddress) -> WorkerInfo:
         try:
-            async with asyncio.timeout(self._poll_s), self._session.get(address.url + INFO_PATH) as response:
+            async with (
+                asyncio.timeout(self._poll_s),
+                self._session.get(address.url.rstrip("/") + INFO_PATH, allow_redirects=False) as response,
+            ):
                 if response.status != 200:
                     raise await read_error(response)
                 raw = await response.content.read(INFO_BYTES_MAX + 1)
@@ -161,6 +164,12 @@ class Fleet:
                 "peer_unauthenticated",
                 f"{address.url} says that it is {info.name!r}, the configuration says {address.name!r}",
                 field="name",
+            )
+        if info.role != "both" and info.role != address.role:
+            raise ConfigurationError(
+                "config_invalid",
+                f"worker {address.name} has the role {info.role}, and gateway.workers wants it for {address.role}",
+                field="gateway.workers",
             )
         return info
 
