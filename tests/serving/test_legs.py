@@ -18,7 +18,9 @@ from worker_kit import WAIT_S, Front, Site, http_session, worker_site
 
 from farfill import tls
 from farfill.config.tree import Role
+from farfill.engines.api import GenerationRequest, OnEvent
 from farfill.engines.serving.call import settled
+from farfill.errors import OperationError, OverloadError
 from farfill.kv.spec import TransferId
 from farfill.transfer.spec import Clocks, to_kv_transfer_params
 
@@ -322,16 +324,20 @@ async def test_a_released_lease_ends_both_legs(hold: Hold) -> None:
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_gateway_that_hangs_up_frees_the_leg(hold: Hold, leg: str) -> None:
     async with pair_of(producer=TinyEngine(before_step=hold)) as pair:
+        site = pair.producer if leg == "prefill" else pair.consumer
+        ends = recorded_ends(site, "send" if leg == "prefill" else "receive")
         spec = await pair.front.reserve(pair.producer, PROMPT)
         prefill = asyncio.create_task(pair.front.prefill(spec, PROMPT))
         decode = asyncio.create_task(pair.front.decode(spec, GREEDY))
         await hold.until_reached()
-        gone, site = (prefill, pair.producer) if leg == "prefill" else (decode, pair.consumer)
         async with asyncio.timeout(WAIT_S):
             # The decode leg has arrived, too: it waits in the store for what is not there yet.
             await settled(pair.producer.running.worker.store.memory.when(lambda ledger: ledger.gets_parked > 0))
-            gone.cancel()
+            (prefill if leg == "prefill" else decode).cancel()
             await site.running.worker.admission.idle()
+        with pytest.raises(OperationError, match="the request has ended") as ended:
+            await asyncio.wait_for(settled(ends[0].future), WAIT_S)
+        assert ended.value.code == "transfer_cancelled"
         hold.go.set()
         direction = "sent" if leg == "prefill" else "received"
         assert site.metric("farfill_transfers_total", direction=direction, outcome="transfer_cancelled") == 1
@@ -340,6 +346,27 @@ async def test_a_gateway_that_hangs_up_frees_the_leg(hold: Hold, leg: str) -> No
         await pair.nothing_kept()
         if leg == "prefill":
             assert pair.producer.engine.stats().aborted_total == 1
+
+
+class Refusing(TinyEngine):
+    """Has no room for imported caches."""
+
+    def generate(self, request: GenerationRequest, on_event: OnEvent) -> None:
+        self.refused = request.imported
+        raise OverloadError("queue_full", "the engine's queue is full")
+
+
+async def test_a_verified_cache_that_the_engine_refuses_is_released() -> None:
+    engine = Refusing()
+    async with pair_of(consumer=engine) as pair:
+        spec = await pair.front.reserve(pair.producer, PROMPT)
+        (prefill_status, _), (status, answer, _) = await asyncio.gather(
+            pair.front.prefill(spec, PROMPT), pair.front.decode(spec, GREEDY)
+        )
+        assert (prefill_status, status, answer["error"]["code"]) == (200, 503, "queue_full")
+        assert engine.refused is not None
+        with pytest.raises(KeyError):
+            engine.refused.payload(engine.refused.plan[0].index)
 
 
 async def test_hanging_up_while_decoding_frees_the_imported_cache() -> None:
@@ -380,6 +407,19 @@ async def test_the_queue_has_its_clock(hold: Hold) -> None:
         assert (await running)[0] == 200
         for spec in (first, second):
             await pair.front.release(pair.producer, spec)
+
+
+def recorded_ends(site: Site, method: str) -> list[Any]:
+    """The transfers that this site begins from now on with the node's `send` or `receive`."""
+    node, ends = site.running.worker.node, []
+    begin = getattr(node, method)
+
+    def begin_and_record(*arguments: Any) -> Any:
+        ends.append(begin(*arguments))
+        return ends[-1]
+
+    setattr(node, method, begin_and_record)
+    return ends
 
 
 def certificates(folder: Path, *names: str) -> dict[str, tls.TlsFiles]:
