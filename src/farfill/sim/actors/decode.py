@@ -11,10 +11,9 @@ from typing import Any, assert_never
 
 from farfill.errors import PeerError
 from farfill.kv.fingerprint import Fingerprint
-from farfill.kv.manifest import check_manifest, decode_closing, decode_manifest
-from farfill.kv.plan import plan_chunks, sealed_bytes_max
+from farfill.kv.manifest import check_closing, check_manifest, decode_closing, decode_manifest
+from farfill.kv.plan import closing_index, plan_chunks, sealed_bytes_max
 from farfill.kv.sealing import MANIFEST_IDENTITY, Sealer, closing_identity, data_identity
-from farfill.kv.spec import ChunkIndex
 from farfill.sim.actors.driver import Driver, StoreLink
 from farfill.sim.actors.wire import ChunkFrame, DecodeLeg, LegDone, LegFailed, LegOutput, LegStarted
 from farfill.sim.checkers import Checkers
@@ -169,9 +168,7 @@ class RemoteSession:
             if index == 0:
                 return self._open_manifest(connection, data)
             if index == last:
-                plaintext, _ = self._sealer.open(closing_identity(ChunkIndex(last)), data)
-                self._closing_tags = decode_closing(plaintext).tags
-                return r.ClosingOpened(connection, self._closing_tags)
+                return self._open_closing(connection, data)
             chunk = self._plan[index - 1]
             plaintext = bytearray(chunk.payload_bytes)
             tag = self._sealer.open_into(data_identity(chunk), data, plaintext)
@@ -200,6 +197,23 @@ class RemoteSession:
             self._checkers.count(f"manifests refused {error.code}")
             return r.ManifestRefused(connection, error.code, error.message)
         return r.ManifestChecked(connection)
+
+    def _open_closing(self, connection: t.ConnectionId, data: bytes) -> r.ReceiverEvent:
+        plaintext, _ = self._sealer.open(closing_identity(closing_index(self._plan)), data)
+        try:
+            record = decode_closing(plaintext)
+            check_closing(  # all but the tags, which the machine compares with those it was told of
+                record,
+                plan=self._plan,
+                tags=record.tags if len(record.tags) == len(self._plan) else [b""] * len(self._plan),
+                prefix_tokens=self._spec.prefix_tokens,
+                transfer_id=self._spec.transfer_id,
+                epoch=self._spec.epoch,
+            )
+        except PeerError as error:
+            return r.ClosingRefused(connection, error.code, error.message)
+        self._closing_tags = record.tags
+        return r.ClosingOpened(connection, record.tags)
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
