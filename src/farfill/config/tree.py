@@ -38,6 +38,13 @@ class WorkerPeer(Struct, frozen=True, kw_only=True):
     url: Annotated[str, Meta(pattern="^https?://", description="base URL of its API: https://host:port")]
     role: Annotated[Role, Meta(description="what it may be used for")]
     site: Annotated[str, Meta(min_length=1, max_length=64, description="the datacenter or machine room it stands in")]
+    control_url: Annotated[
+        str,
+        Meta(
+            pattern="^(https?://.*)?$",
+            description="base URL of the connector's control API beside a vLLM; empty: `url` (farfill's own worker)",
+        ),
+    ] = ""
 
 
 class RelayPeer(Struct, frozen=True, kw_only=True):
