@@ -25,6 +25,11 @@ def layout(dtype: str, heads: int = HEADS) -> CacheLayout:
     return CacheLayout("llama", (LayerLayout(0, LayerKind.FULL, tensors),))
 
 
+def two_layers() -> CacheLayout:
+    (first,) = layout("float32").layers
+    return CacheLayout("llama", (first, LayerLayout(1, LayerKind.FULL, first.tensors)))
+
+
 def paged(dtype: torch.dtype, block_tokens: int, backend: str = "CPU_ATTN") -> tuple[torch.Tensor, dict[str, Any]]:
     """An empty cache for one layer, and what `CacheViews` is made from beside the layout."""
     spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=HEADS, head_size=DIM, dtype=dtype)
@@ -35,7 +40,6 @@ def paged(dtype: torch.dtype, block_tokens: int, backend: str = "CPU_ATTN") -> t
         "config": SimpleNamespace(kv_cache_groups=[group]),
         "kv_caches": {LAYER: cache},
         "layers": {LAYER: module},
-        "state_block": lambda tokens: 0,
     }
 
 
@@ -114,10 +118,10 @@ def test_tokens_without_a_block_are_refused() -> None:
         (layout("bfloat16"), "CPU_ATTN", "float32"),
         (layout("float32", heads=4), "CPU_ATTN", "2 heads"),
         (layout("float32"), "NEW_ATTN", "NEW_ATTN"),
-        (CacheLayout("llama", layout("float32").layers * 1 + (LayerLayout(1, LayerKind.FULL, layout("float32").layers[0].tensors),)), "CPU_ATTN", "layer 1"),
+        (two_layers(), "CPU_ATTN", "layer 1"),
     ],
     ids=["dtype", "heads", "backend", "missing layer"],
-)  # fmt: skip
+)
 def test_a_cache_that_is_not_the_layouts_is_refused(declared: CacheLayout, backend: str, message: str) -> None:
     _, parts = paged(torch.float32, 64, backend)
     with pytest.raises(ConfigurationError, match=message) as refused:

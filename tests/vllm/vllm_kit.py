@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from farfill.engines.hf.demo_model import ensure_demo_model
+
 START_S = 300.0  # two servers at once on two slow cores
 
 
@@ -139,10 +141,31 @@ class VllmServer:
         assert answer.status_code == 200, answer.text
 
 
+KV_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4  # SmolLM2 in float32: layers, keys and values, heads, dim
+
+
+class Pair:
+    """Two servers of SmolLM2 in float32, one that prefills and one that decodes."""
+
+    def __init__(self, folder: Path) -> None:
+        model = ensure_demo_model()
+        # Short steps, so that chunks of a long prompt come one after the other.
+        arguments = ("--dtype", "float32", "--max-model-len", "3584", "--max-num-batched-tokens", "512")
+        self.folder = folder
+        self.prefill = VllmServer("east", "kv_producer", model, folder, arguments, cache_gib=2)
+        self.decode = VllmServer("west", "kv_consumer", model, folder, arguments, cache_gib=2)
+
+    @property
+    def workers(self) -> list[dict[str, str]]:
+        return [vllm_worker(self.prefill, "prefill"), vllm_worker(self.decode, "decode")]
+
+
 def metric(text: str, name: str, **labels: str) -> float:
     total = 0.0
     for line in text.splitlines():
-        if line.startswith((f"{name}{{", f"{name} ")) and all(f'{key}="{value}"' in line for key, value in labels.items()):
+        if line.startswith((f"{name}{{", f"{name} ")) and all(
+            f'{key}="{value}"' in line for key, value in labels.items()
+        ):
             total += float(line.rsplit(" ", 1)[1])
     return total
 
@@ -197,7 +220,16 @@ def gateway(
         config["relay"] = {"name": "relay", "url": relay_url}
     (folder / "gateway.yaml").write_text(json.dumps({"gateway": config}))  # JSON is YAML
     process = start(
-        [sys.executable, "-m", "farfill", "gateway", "--config", str(folder / "gateway.yaml"), "--ready-file", str(ready)],
+        [
+            sys.executable,
+            "-m",
+            "farfill",
+            "gateway",
+            "--config",
+            str(folder / "gateway.yaml"),
+            "--ready-file",
+            str(ready),
+        ],
         folder / "gateway.log",
     )
     try:
@@ -246,7 +278,11 @@ class Answer:
 
 
 def complete(url: str, prompt: Sequence[int], *, tokens: int = 16, **fields: Any) -> Answer:
-    """A greedy completion, streamed, that does not stop before `tokens` tokens."""
+    """A greedy completion, streamed, that does not stop before `tokens` tokens.
+
+    Raises:
+        AssertionError: an error instead of an answer: "502: ..."; or within it: {"error": ..., "received": token ids}.
+    """
     body = {
         "model": "m", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "return_token_ids": True, **fields,
@@ -258,7 +294,8 @@ def complete(url: str, prompt: Sequence[int], *, tokens: int = 16, **fields: Any
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
+                if "error" in event:
+                    raise AssertionError(event | {"received": found})
                 for choice in event["choices"]:
                     found += choice.get("token_ids") or []
         return Answer(tuple(found), dict(response.headers))

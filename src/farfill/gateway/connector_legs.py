@@ -61,29 +61,45 @@ class Question:
 
     Args:
         control_url: base URL of its control API.
+        queue_s: how long the engine may take to come to the request; before that its connector knows no transfer.
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, worker: str, control_url: str, transfer_id: str, direction: Direction
+        self,
+        session: aiohttp.ClientSession,
+        worker: str,
+        control_url: str,
+        transfer_id: str,
+        direction: Direction,
+        queue_s: float,
     ) -> None:
         self._session = session
         self._worker = worker
+        self._queue_s = queue_s
         self._url = f"{control_url.rstrip('/')}/farfill/v1/transfers/{transfer_id}"
         self._direction = direction
 
     async def end(self) -> TransferEnd:
-        """Waits until the transfer is done; whoever waits has a clock of his own.
+        """Waits until the transfer is done; once it is under way, whoever waits has a clock of his own.
 
         Raises:
-            FarfillError: why the transfer failed there, or why that cannot be learnt.
+            FarfillError: why the transfer failed there, or why that cannot be learnt; `queue_timeout`.
         """
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._queue_s
+        known = False
         while True:
-            end = await self.ask(_WAIT_S)
+            end = await self.ask(_WAIT_S if known else max(0.0, min(_WAIT_S, until - clock())))
+            known = known or end is not None
             if end is not None and end.state == "done":
                 return end
             if end is not None and end.state == "failed":
                 code = end.code if end.code in CODES else "engine_failed"
                 raise OperationError(code, end.message or "the transfer failed")
+            if not known and clock() >= until:
+                raise OperationError(
+                    "queue_timeout", f"{self._worker} has not come to this request within {self._queue_s:g} s"
+                )
 
     async def ask(self, wait_s: float) -> TransferEnd | None:
         """How it stands once it has ended, or after `wait_s` seconds. None: the connector knows nothing of it.

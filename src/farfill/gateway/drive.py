@@ -331,7 +331,8 @@ class RequestDriver:
             return None
         assert self._reservation is not None
         control_url = self._up.fleet.workers[worker].address.control
-        return Question(self._up.session, worker, control_url, self._reservation.spec.transfer_id, direction)
+        spec = self._reservation.spec
+        return Question(self._up.session, worker, control_url, spec.transfer_id, direction, spec.clocks.queue_s)
 
     def _noticing(self, worker: str) -> Callable[[Event], Awaitable[None]]:
         async def post(event: Event) -> None:

@@ -108,12 +108,15 @@ class State:
     """One named state of a recurrent layer: where in a page, and how it turns into its wire shape and back.
 
     Attributes:
+        block_tokens: which entry of a request's block list holds the state after so many tokens: they are by position
+            in the prompt, one for so many tokens. None: there is one entry.
         pages: [blocks, bytes].
         shape: vLLM's own.
         to_wire, from_wire: between vLLM's shape and the layout's.
     """
 
     group: int
+    block_tokens: int | None
     pages: torch.Tensor
     offset: int
     shape: tuple[int, ...]
@@ -121,9 +124,19 @@ class State:
     to_wire: Callable[[torch.Tensor], torch.Tensor]
     from_wire: Callable[[torch.Tensor], torch.Tensor]
 
-    def view(self, block: int) -> torch.Tensor:
+    def view(self, blocks: BlockTable, tokens: int) -> torch.Tensor:
+        """The state after `tokens` tokens, in vLLM's shape, as bits.
+
+        Raises:
+            LocalProtocolError: the request has no block for it.
+        """
+        position = 0 if self.block_tokens is None else (tokens - 1) // self.block_tokens
+        held = blocks[self.group]
+        if position >= len(held) or held[position] <= 0:
+            raise LocalProtocolError(f"the state after {tokens} tokens has no block in group {self.group}")
         size = prod(self.shape) * self.dtype.itemsize
-        return self.pages[block, self.offset : self.offset + size].view(self.dtype).view(self.shape)
+        page = self.pages[held[position], self.offset : self.offset + size]
+        return _bits(page.view(self.dtype).view(self.shape))
 
 
 class CacheViews:
@@ -132,7 +145,6 @@ class CacheViews:
     Args:
         kv_caches: vLLM's tensors by layer name, as `register_kv_caches` gets them.
         layers: vLLM's layer modules by the same names.
-        state_block: which entry of a request's block list holds the state after so many tokens.
 
     Raises:
         ConfigurationError: `model_unsupported`: vLLM's cache is not what the layout says, or is laid out in a way that
@@ -145,10 +157,8 @@ class CacheViews:
         config: "KVCacheConfig",
         kv_caches: Mapping[str, torch.Tensor],
         layers: Mapping[str, Any],
-        state_block: Callable[[int], int],
     ) -> None:
         self._layout = layout
-        self._state_block = state_block
         self._paging: dict[int, Paging] = {}
         self._rows: dict[tuple[int, str], Rows] = {}
         self._states: dict[tuple[int, str], State] = {}
@@ -202,8 +212,7 @@ class CacheViews:
             offset += size
             if chunk.is_state:
                 state = self._states[layer.index, tensor.name]
-                target = _bits(state.view(self._state_id(state, chunk.token_stop, blocks)))
-                target.copy_(state.from_wire(source))
+                state.view(blocks, chunk.token_stop).copy_(state.from_wire(source))
             else:
                 start = max(chunk.token_start, first_token)
                 if start < chunk.token_stop:
@@ -217,17 +226,10 @@ class CacheViews:
             pieces = []
             for tensor in tensors:
                 state = self._states[layer.index, tensor.name]
-                view = _bits(state.view(self._state_id(state, chunk.token_stop, blocks)))
-                pieces.append(state.to_wire(view))
+                pieces.append(state.to_wire(state.view(blocks, chunk.token_stop)))
             return pieces
         where = self._paging[layer.index].locate(blocks, chunk.token_start, chunk.token_stop)
         return [self._rows[layer.index, tensor.name].read(*where) for tensor in tensors]
-
-    def _state_id(self, state: State, tokens: int, blocks: BlockTable) -> int:
-        position, held = self._state_block(tokens), blocks[state.group]
-        if position >= len(held) or held[position] <= 0:
-            raise LocalProtocolError(f"there is no block for the state after {tokens} tokens in group {state.group}")
-        return held[position]
 
     # --- reading vLLM's description -----------------------------------------------------------------------------------
 
@@ -283,7 +285,11 @@ class CacheViews:
         declared = [tensor for tensor in layer.tensors if tensor.extent is Extent.STATE]
         if len(declared) != len(spec.shapes):
             raise _unsupported(f"vLLM's layer {name} keeps {len(spec.shapes)} states; the layout says {len(declared)}")
-        pages = cache.view(torch.uint8).flatten(1)
+        if spec.mamba_cache_mode not in ("none", "align") or spec.num_speculative_blocks:
+            raise _unsupported(f"vLLM's layer {name} keeps states in the mode {spec.mamba_cache_mode!r}")
+        # Without prefix caching there is one block, with it ("align") those at the last borders of blocks.
+        block_tokens = spec.block_size if spec.mamba_cache_mode == "align" else None
+        pages = cache.view(torch.uint8)[:, 0, 0]
         offset = 0
         for tensor, shape, dtype in zip(declared, spec.shapes, spec.dtypes, strict=True):
             if str(dtype).removeprefix("torch.") != tensor.dtype:
@@ -292,7 +298,7 @@ class CacheViews:
                 )
             to_wire, from_wire = _turning(name, tensor, tuple(shape), spec)
             self._states[layer.index, tensor.name] = State(
-                group_id, pages, offset, tuple(shape), dtype, to_wire, from_wire
+                group_id, block_tokens, pages, offset, tuple(shape), dtype, to_wire, from_wire
             )
             offset += prod(shape) * dtype.itemsize
 

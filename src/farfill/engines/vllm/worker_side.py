@@ -58,7 +58,7 @@ class WorkerSide:
         """Raises ConfigurationError: see `CacheViews` and `ControlServer`."""
         settings, model = self._settings, self._model
         layers = vllm_config.compilation_config.static_forward_context
-        views = CacheViews(model.layout, config, kv_caches, layers, _state_block(vllm_config))
+        views = CacheViews(model.layout, config, kv_caches, layers)
         results = Results()
         labels = WorkerLabels(VERSION, "vllm", model.name, settings.role.value, settings.site)
         metrics = WorkerMetrics(labels, engine_stats=EngineStats)
@@ -140,15 +140,3 @@ class WorkerSide:
             "layout": layout_to_builtins(model.layout),
             "draining": False,
         }
-
-
-def _state_block(config: "VllmConfig") -> Any:
-    """Which entry of a request's block list holds a recurrent layer's state after so many tokens.
-
-    Without prefix caching vLLM keeps one state block; with it ("align") the list is by position in the prompt.
-    """
-    cache = config.cache_config
-    if cache.mamba_cache_mode == "none":
-        return lambda tokens: 0
-    block_tokens = cache.mamba_block_size or cache.block_size
-    return lambda tokens: (tokens - 1) // block_tokens
