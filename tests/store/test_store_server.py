@@ -116,6 +116,8 @@ def test_a_put_that_breaks_off_leaves_nothing(store: StoreServer, connect: Conne
 def test_a_newer_put_takes_over_from_a_connection_that_hangs(store: StoreServer, connect: Connect, epoch: int) -> None:
     hanging = connect("p")
     hanging.sock.sendall(hanging.frame(*put(epoch, 1))[:-4])
+    lease = store.memory._machine._leases["t"]
+    settle(store, lambda _: 1 in lease.writing)  # it came first
     newer = connect("p")
     newer.say(*put(epoch, 1))
     assert newer.hear()[0] == Stored("t", epoch, 1)
