@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from farfill import tls
-from farfill.errors import ClientError, FarfillError, OperationError, OverloadError, PeerError
+from farfill.errors import ClientError, ConfigurationError, FarfillError, OperationError, OverloadError, PeerError
 from farfill.store.control import PREFIX, StoreControl, add_store_routes, fetch_session
 from farfill.store.machine import StoreLimits
 from farfill.store.protocol import Release, Renew, Reserve
@@ -174,6 +174,12 @@ async def test_a_store_that_does_not_answer_is_given_up(session: aiohttp.ClientS
         await asyncio.to_thread(fetch_session, StoreAddress("i", url, "127.0.0.1", 1), None, 0.1)
     release.set()
     await runner.cleanup()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "store.example", "0.0.0.0"])
+def test_no_session_key_is_asked_for_in_the_clear_off_this_machine(host: str) -> None:
+    with pytest.raises(ConfigurationError, match="configure tls"):
+        fetch_session(StoreAddress("i", f"http://{host}:1", host, 1), None, 5.0)
 
 
 # ---- with mutual TLS

@@ -38,7 +38,7 @@ from farfill.store.protocol import (
     Session,
     StoreStatus,
 )
-from farfill.store.server import Security, StoreServer
+from farfill.store.server import Security, StoreServer, is_loopback
 from farfill.tls import peer_name
 from farfill.transfer.failures import error_for
 from farfill.transfer.spec import StoreAddress
@@ -193,6 +193,10 @@ def fetch_session(store: StoreAddress, context: ssl.SSLContext | None, timeout_s
     if url.hostname is None or url.scheme not in ("http", "https") or (url.scheme == "https") != (context is not None):
         raise ConfigurationError(
             "config_invalid", f"control_url {store.control_url!r} does not fit this process's tls", field="control_url"
+        )
+    if context is None and not is_loopback(url.hostname):
+        raise ConfigurationError(
+            "config_invalid", f"the store at {store.control_url} is not on this machine: configure tls", field="tls"
         )
     if context is None:
         connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout_s)

@@ -153,7 +153,7 @@ class ReceiverMachine:
         self._sizes = (0, *sealed_bytes, 0)
         self._settings = settings
         self._slots = ConnectionSlots(settings)
-        self._wanted: list[int] = [0]  # a heap of the indices to ask for
+        self._wanted = list(range(len(self._sizes)))  # a heap of the indices to ask for
         self._asked: dict[int, ConnectionId] = {}
         self._arrived: dict[int, ConnectionId] = {}  # here, being opened
         self._tags: dict[int, bytes] = {}  # of opened data chunks
@@ -208,8 +208,6 @@ class ReceiverMachine:
                 if self._take(event.connection, 0):
                     self._is_manifest_checked = True
                     self._slots.progressed()
-                    for index in range(1, len(self._sizes)):
-                        heapq.heappush(self._wanted, index)
             case ManifestRefused():
                 if self._take(event.connection, 0):
                     return [self._fail(event.code, event.detail)]
