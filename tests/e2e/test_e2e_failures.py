@@ -4,8 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cluster import Cluster, Gateway, Node, Reply, total, wait_until
-from conftest import Sites, start_sites
 from reference import MAX_TOKENS, eight_prompts, long_prompt, prompt, references
+
+from conftest import start_sites
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.slow]
 

@@ -4,8 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cluster import Gateway, total, wait_until
-from conftest import Sites
 from reference import MAX_TOKENS, eight_prompts, references
+
+from conftest import Sites
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.slow]
 

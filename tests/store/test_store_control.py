@@ -193,7 +193,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_peers_are_who_their_certificate_says(folder: Path) -> None:
-    files = {name: tls.write_certificate(folder, name) for name in ("relay-c", "gateway-a", "gateway-b")}
+    files = {
+        name: tls.write_certificate(folder, name, role=role)
+        for name, role in (
+            ("relay-c", tls.PeerRole.RELAY),
+            ("gateway-a", tls.PeerRole.GATEWAY),
+            ("gateway-b", tls.PeerRole.GATEWAY),
+        )
+    }
     async with serving(files["relay-c"]) as store:
 
         def client(name: str) -> aiohttp.ClientSession:
@@ -208,6 +215,29 @@ async def test_peers_are_who_their_certificate_says(folder: Path) -> None:
             await StoreControl(one, store.address.control_url).release(Release("t", granted.epoch))
         opened = await asyncio.to_thread(fetch_session, store.address, tls.client_context(files["gateway-a"]), 5.0)
         assert len(opened.key) == 32
+
+
+async def test_only_gateways_hold_staging(folder: Path) -> None:
+    """A worker's or a relay's certificate, lost or misused, does not fill a store or end another's transfer."""
+    async with serving(tls.write_certificate(folder, "relay-e", role=tls.PeerRole.RELAY)) as store:
+        for name, role in (("worker-a", tls.PeerRole.WORKER), ("relay-f", tls.PeerRole.RELAY)):
+            files = tls.write_certificate(folder, name, role=role)
+            connector = aiohttp.TCPConnector(ssl=tls.client_context(files))
+            async with aiohttp.ClientSession(connector=connector) as session:
+                control = StoreControl(session, store.address.control_url)
+                for call in (
+                    control.reserve(REQUEST),
+                    control.renew(Renew("t", 1, 5.0)),
+                    control.release(Release("t", 1)),
+                ):
+                    with pytest.raises(FarfillError, match="gateways reserve") as error:
+                        await call
+                    assert error.value.code == "forbidden"
+        files = tls.write_certificate(folder, "gateway-c", role=tls.PeerRole.GATEWAY)
+        connector = aiohttp.TCPConnector(ssl=tls.client_context(files))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            granted = await StoreControl(session, store.address.control_url).reserve(REQUEST)
+            await StoreControl(session, store.address.control_url).release(Release("t", granted.epoch))
 
 
 async def test_without_our_certificate_there_is_no_control(folder: Path, tmp_path: Path) -> None:
