@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import httpx
@@ -10,8 +11,11 @@ import pytest
 from fake_site import MODEL, Cluster, cluster, completion_text
 
 from farfill.errors import ClientError, FailureClass, FarfillError, OperationError, OverloadError
+from farfill.gateway.drive import RequestDriver
+from farfill.gateway.mailbox import Mailbox
 from farfill.gateway.settings import FallbackRules, GatewayClocks, Limits
 from farfill.router.budget import FallbackPolicy
+from farfill.router.messages import ReserveGranted
 from farfill.transfer.spec import Clocks
 
 LONG = "a long prompt that is well over the threshold of the gateway"
@@ -165,6 +169,33 @@ async def test_a_grant_that_comes_after_the_client_left_is_given_back(fleet: Clu
     await fleet.gateway.admission.idle()
     hold.set()
     await fleet.site.until(lambda: fleet.site.leases and fleet.site.held == 0)
+
+
+async def test_a_grant_that_nobody_read_yet_when_the_client_left_is_given_back(
+    fleet: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grant is in the request's mailbox, and the client's going away is what the request hears of first."""
+    drivers: list[asyncio.Task[object]] = []
+    run, put_now = RequestDriver.run, Mailbox.put_now
+
+    async def noted(self: RequestDriver, choose: Any) -> object:
+        task = asyncio.current_task()
+        assert task is not None
+        drivers.append(task)
+        return await run(self, choose)
+
+    def leave_first(self: Mailbox, event: object) -> None:
+        if isinstance(event, ReserveGranted):
+            drivers[0].cancel()
+        put_now(self, event)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RequestDriver, "run", noted)
+    monkeypatch.setattr(Mailbox, "put_now", leave_first)
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientError):
+            await session.post(fleet.url + "/v1/completions", json=body())
+    await fleet.gateway.admission.idle()
+    await fleet.site.until(lambda: bool(fleet.site.leases) and fleet.site.held == 0)
 
 
 async def test_the_request_clock_is_an_error_not_a_fallback() -> None:

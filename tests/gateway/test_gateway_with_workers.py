@@ -263,7 +263,7 @@ async def test_the_prefill_worker_and_its_store_die_in_the_middle(allowed: bool)
 
 async def test_the_decode_workers_stall_clock_ends_a_prefill_that_hangs() -> None:
     hold = Hold("prefill")
-    clocks = GatewayClocks(transfer=Clocks(stall_s=0.3, setup_s=5.0, transfer_s=0.6), poll_s=30.0)
+    clocks = GatewayClocks(transfer=Clocks(stall_s=0.3, produce_s=0.5, setup_s=5.0, transfer_s=0.6), poll_s=30.0)
     async with sites(east_engine=TinyEngine(before_step=hold), clocks=clocks) as made:
         answer = await made.post(GREEDY)
         hold.go.set()

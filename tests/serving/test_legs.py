@@ -424,4 +424,5 @@ def recorded_ends(site: Site, method: str) -> list[Any]:
 
 def certificates(folder: Path, *names: str) -> dict[str, tls.TlsFiles]:
     tls.write_development_ca(folder)
-    return {name: tls.write_certificate(folder, name) for name in names}
+    roles = {"gateway": tls.PeerRole.GATEWAY, "relay": tls.PeerRole.RELAY}
+    return {name: tls.write_certificate(folder, name, role=roles.get(name, tls.PeerRole.WORKER)) for name in names}

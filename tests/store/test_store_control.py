@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from farfill import tls
-from farfill.errors import ClientError, FarfillError, OperationError, OverloadError, PeerError
+from farfill.errors import ClientError, ConfigurationError, FarfillError, OperationError, OverloadError, PeerError
 from farfill.store.control import PREFIX, StoreControl, add_store_routes, fetch_session
 from farfill.store.machine import StoreLimits
 from farfill.store.protocol import Release, Renew, Reserve
@@ -176,6 +176,12 @@ async def test_a_store_that_does_not_answer_is_given_up(session: aiohttp.ClientS
     await runner.cleanup()
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "store.example", "0.0.0.0"])
+def test_no_session_key_is_asked_for_in_the_clear_off_this_machine(host: str) -> None:
+    with pytest.raises(ConfigurationError, match="configure tls"):
+        fetch_session(StoreAddress("i", f"http://{host}:1", host, 1), None, 5.0)
+
+
 # ---- with mutual TLS
 
 
@@ -187,7 +193,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_peers_are_who_their_certificate_says(folder: Path) -> None:
-    files = {name: tls.write_certificate(folder, name) for name in ("relay-c", "gateway-a", "gateway-b")}
+    files = {
+        name: tls.write_certificate(folder, name, role=role)
+        for name, role in (
+            ("relay-c", tls.PeerRole.RELAY),
+            ("gateway-a", tls.PeerRole.GATEWAY),
+            ("gateway-b", tls.PeerRole.GATEWAY),
+        )
+    }
     async with serving(files["relay-c"]) as store:
 
         def client(name: str) -> aiohttp.ClientSession:
@@ -202,6 +215,29 @@ async def test_peers_are_who_their_certificate_says(folder: Path) -> None:
             await StoreControl(one, store.address.control_url).release(Release("t", granted.epoch))
         opened = await asyncio.to_thread(fetch_session, store.address, tls.client_context(files["gateway-a"]), 5.0)
         assert len(opened.key) == 32
+
+
+async def test_only_gateways_hold_staging(folder: Path) -> None:
+    """A worker's or a relay's certificate, lost or misused, does not fill a store or end another's transfer."""
+    async with serving(tls.write_certificate(folder, "relay-e", role=tls.PeerRole.RELAY)) as store:
+        for name, role in (("worker-a", tls.PeerRole.WORKER), ("relay-f", tls.PeerRole.RELAY)):
+            files = tls.write_certificate(folder, name, role=role)
+            connector = aiohttp.TCPConnector(ssl=tls.client_context(files))
+            async with aiohttp.ClientSession(connector=connector) as session:
+                control = StoreControl(session, store.address.control_url)
+                for call in (
+                    control.reserve(REQUEST),
+                    control.renew(Renew("t", 1, 5.0)),
+                    control.release(Release("t", 1)),
+                ):
+                    with pytest.raises(FarfillError, match="gateways reserve") as error:
+                        await call
+                    assert error.value.code == "forbidden"
+        files = tls.write_certificate(folder, "gateway-c", role=tls.PeerRole.GATEWAY)
+        connector = aiohttp.TCPConnector(ssl=tls.client_context(files))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            granted = await StoreControl(session, store.address.control_url).reserve(REQUEST)
+            await StoreControl(session, store.address.control_url).release(Release("t", granted.epoch))
 
 
 async def test_without_our_certificate_there_is_no_control(folder: Path, tmp_path: Path) -> None:

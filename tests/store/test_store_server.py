@@ -10,6 +10,7 @@ from store_kit import WAIT_S, RawClient
 
 from farfill.errors import ConfigurationError, FarfillError, OperationError, OverloadError
 from farfill.kv.spec import WIRE_VERSION
+from farfill.store import connection as connection_module
 from farfill.store import server as server_module
 from farfill.store.machine import StoreLimits
 from farfill.store.memory import MemoryStore, new_first_epoch
@@ -31,6 +32,7 @@ from farfill.store.protocol import (
 )
 from farfill.store.server import Security, StoreServer, StoreSettings
 from farfill.store.sessions import NONCES_MAX, SESSIONS_PER_PEER_MAX, SessionTable
+from farfill.transfer import sockets as sockets_module
 from farfill.transfer.frames import ATTACH_BYTES, AttachStatus, encode_attach, new_nonce
 
 Connect = Callable[..., RawClient]
@@ -114,6 +116,8 @@ def test_a_put_that_breaks_off_leaves_nothing(store: StoreServer, connect: Conne
 def test_a_newer_put_takes_over_from_a_connection_that_hangs(store: StoreServer, connect: Connect, epoch: int) -> None:
     hanging = connect("p")
     hanging.sock.sendall(hanging.frame(*put(epoch, 1))[:-4])
+    lease = store.memory._machine._leases["t"]
+    settle(store, lambda _: 1 in lease.writing)  # it came first
     newer = connect("p")
     newer.say(*put(epoch, 1))
     assert newer.hear()[0] == Stored("t", epoch, 1)
@@ -329,3 +333,29 @@ def test_a_bug_in_the_machine_stops_the_store_loudly(
         own.begin(lambda effect, _: None)
     assert "stopped after a bug" in caplog.text
     own.close()
+
+
+def test_an_idle_connection_is_closed_in_the_end_but_not_one_that_waits_for_a_chunk(
+    store: StoreServer, connect: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets_module, "SILENCE_S", 1)
+    monkeypatch.setattr(connection_module, "SILENCE_S", 1)
+    monkeypatch.setattr(connection_module, "IDLE_S", 1)
+    waiting, idle = connect("c"), connect("c")
+    waiting.say(Get("t", epoch, 1))
+    settle(store, lambda ledger: ledger.gets_parked == 1)
+    assert idle.is_closed_by_store()
+    producer = connect("p")
+    producer.say(*put(epoch, 1))
+    assert waiting.hear()[1] == PAYLOAD
+
+
+def test_a_peer_that_falls_silent_within_a_frame_is_given_up(
+    store: StoreServer, connect: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets_module, "SILENCE_S", 1)
+    producer = connect("p")
+    producer.sock.sendall(producer.frame(*put(epoch, 1))[:-4])
+    assert producer.is_closed_by_store()
+    store.release("gateway", Release("t", epoch)).result(WAIT_S)
+    settle(store, lambda ledger: ledger.free_bytes == ledger.total_bytes)

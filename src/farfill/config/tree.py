@@ -88,7 +88,8 @@ class ClockSettings(Struct, frozen=True, kw_only=True):
 
     queue_s: Annotated[Seconds, Meta(description="waiting for an engine's place")] = 30.0
     setup_s: Annotated[Seconds, Meta(description="connecting and reserving staging")] = 5.0
-    stall_s: Annotated[Seconds, Meta(description="no new chunk arrives")] = 10.0
+    stall_s: Annotated[Seconds, Meta(description="the store is silent, or owes a chunk that does not come")] = 10.0
+    produce_s: Annotated[Seconds, Meta(description="prefill makes no new chunk after its first one")] = 60.0
     transfer_s: Annotated[Seconds, Meta(description="from reservation to a verified cache")] = 300.0
     verify_s: Annotated[Seconds, Meta(description="from the last chunk to a verified cache")] = 10.0
     request_s: Annotated[Seconds, Meta(description="the whole request")] = 600.0

@@ -138,9 +138,13 @@ class RequestDriver:
             await self._tell(effect)
 
     def _give_up(self) -> None:
-        """The client is gone, or a bug ended the driver: the machine says what is to be freed."""
-        if self._machine.state not in TERMINAL:
-            for effect in self._machine.handle(ClientGone(), self._loop.time()):
+        """The client is gone, or a bug ended the driver: the machine says what is to be freed.
+
+        What had come and was not read yet is read now: a grant among it must be given back.
+        """
+        last = [] if self._machine.state in TERMINAL else [ClientGone()]
+        for event in (*last, *self._mailbox.take_all()):
+            for effect in self._machine.handle(event, self._loop.time()):
                 self._act(effect)
         for task in self._tasks.values():
             task.cancel()

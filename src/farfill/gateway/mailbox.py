@@ -40,6 +40,13 @@ class Mailbox:
         self._crash = error
         self._wake()
 
+    def take_all(self) -> list[Event]:
+        """What has come and was not read; nobody will wait for more."""
+        events = list(self._events)
+        self._events.clear()
+        self._room.set()
+        return events
+
     async def get(self, deadline: float | None) -> Event:
         """The next event, or `Tick` once the deadline has come."""
         while True:

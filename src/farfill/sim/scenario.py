@@ -107,7 +107,7 @@ def draw_scenario(dice: Dice) -> Scenario:
             policy=FallbackPolicy(answers),
             clocks=RequestClocks(setup_s=2.0, transfer_s=14.0, request_s=REQUEST_S),
         ),
-        clocks=Clocks(queue_s=10.0, setup_s=2.0, stall_s=3.0, transfer_s=12.0, verify_s=2.0),
+        clocks=Clocks(queue_s=10.0, setup_s=2.0, stall_s=3.0, produce_s=6.0, transfer_s=12.0, verify_s=2.0),
         lease_s=LEASE_S,
         chunk_tokens=CHUNK_TOKENS,
         duplicate_chance=dice.choose((0.0, 0.05, 0.3)),

@@ -38,8 +38,8 @@ from farfill.store.protocol import (
     Session,
     StoreStatus,
 )
-from farfill.store.server import Security, StoreServer
-from farfill.tls import peer_name
+from farfill.store.server import Security, StoreServer, is_loopback
+from farfill.tls import PeerRole, peer_identity, peer_name
 from farfill.transfer.failures import error_for
 from farfill.transfer.spec import StoreAddress
 
@@ -58,16 +58,19 @@ def add_store_routes(app: web.Application, store: StoreServer) -> None:
     """Adds the routes. Errors are answered as JSON with a stable code, whatever the application's middlewares are."""
 
     async def reserve(request: web.Request) -> web.Response:
+        _require_gateway(request, store)
         peer, body = await _read(request, store, Reserve)
         granted = await asyncio.wrap_future(store.reserve(peer, body))
         return _json(granted)
 
     async def renew(request: web.Request) -> web.Response:
+        _require_gateway(request, store)
         peer, body = await _read(request, store, Renew)
         renewed = await asyncio.wrap_future(store.renew(peer, body))
         return _json(renewed)
 
     async def release(request: web.Request) -> web.Response:
+        _require_gateway(request, store)
         peer, body = await _read(request, store, Release)
         released = await asyncio.wrap_future(store.release(peer, body))
         return _json(released)
@@ -106,6 +109,20 @@ def _peer_of(request: web.Request, store: StoreServer) -> str:
         return LOOPBACK
     transport = request.transport
     return peer_name(None if transport is None else transport.get_extra_info("ssl_object"))
+
+
+def _require_gateway(request: web.Request, store: StoreServer) -> None:
+    """A certificate that states another role than a gateway's may not hold staging; one that states none may.
+
+    Raises:
+        ClientError: `forbidden`.
+    """
+    if store.security is Security.LOOPBACK:
+        return
+    transport = request.transport
+    peer = peer_identity(None if transport is None else transport.get_extra_info("ssl_object"))
+    if peer.role not in (None, PeerRole.GATEWAY):
+        raise ClientError("forbidden", f"{peer.name} has a {peer.role}'s certificate; gateways reserve staging")
 
 
 async def _read(request: web.Request, store: StoreServer, kind: type[T]) -> tuple[str, T]:
@@ -193,6 +210,10 @@ def fetch_session(store: StoreAddress, context: ssl.SSLContext | None, timeout_s
     if url.hostname is None or url.scheme not in ("http", "https") or (url.scheme == "https") != (context is not None):
         raise ConfigurationError(
             "config_invalid", f"control_url {store.control_url!r} does not fit this process's tls", field="control_url"
+        )
+    if context is None and not is_loopback(url.hostname):
+        raise ConfigurationError(
+            "config_invalid", f"the store at {store.control_url} is not on this machine: configure tls", field="tls"
         )
     if context is None:
         connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout_s)

@@ -55,6 +55,15 @@ class RefusedReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class PresentReceived:
+    """Answers AskHave. `indices`: of the chunks that the store has. `verified`: the consumer has had everything."""
+
+    connection: ConnectionId
+    indices: frozenset[int]
+    verified: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """Whoever started the transfer wants no more of it."""
 
@@ -74,6 +83,13 @@ class OpenConnection:
     """Connect this slot to the store; answer with ConnectionOpened or ConnectionRefused."""
 
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskHave:
+    """Ask the store which chunks it has; it answers with PresentReceived."""
+
+    connection: ConnectionId
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from farfill.kv.manifest import check_closing, check_manifest, decode_closing, d
 from farfill.kv.plan import closing_index, sealed_bytes_max
 from farfill.kv.sealing import MANIFEST_IDENTITY, SEAL_OVERHEAD_BYTES, Sealer, closing_identity, data_identity
 from farfill.kv.spec import CacheLayout, ChunkIndex, ChunkSpec
-from farfill.store.protocol import Chunk, Get, Present, Refused, Stored, Verified
+from farfill.store.protocol import Chunk, Get, Have, Present, Refused, Stored, Verified, indices_in
 from farfill.transfer.events import (
+    AskHave,
     Cancelled,
     CloseConnection,
     ConnectionId,
@@ -27,6 +28,7 @@ from farfill.transfer.events import (
     Fail,
     LinkSettings,
     OpenConnection,
+    PresentReceived,
     RefusedReceived,
     Started,
     Tick,
@@ -140,8 +142,16 @@ class Incoming:
         self._mailbox.post(ConnectionLost(connection.id, code, detail))
 
     def answered(self, connection: Connection, message: Stored | Present | Refused) -> None:
-        if isinstance(message, Refused):
-            self._mailbox.post(RefusedReceived(connection.id, message.index, message.code, message.detail))
+        match message:
+            case Present():
+                present = frozenset(indices_in(message.bitmap))
+                self._mailbox.post(PresentReceived(connection.id, present, message.verified))
+            case Refused():
+                self._mailbox.post(RefusedReceived(connection.id, message.index, message.code, message.detail))
+            case Stored():
+                pass  # the store's word on Verified: nobody waits for it
+            case _:
+                assert_never(message)
 
     def is_expected(self, connection: Connection, message: Chunk) -> bool:
         return self._machine.is_over or self._machine.is_expected(connection.id, message.index)
@@ -208,12 +218,16 @@ class Incoming:
         chunk = self._plan[index - 1]
         payload = bytearray(chunk.payload_bytes)
         tag = self._sealer.open_into(data_identity(chunk), sealed, payload)
-        self._got.payloads[index] = payload
+        self._got.opened[connection, index] = payload
         return ChunkOpened(connection, index, tag)
 
     # ---- in the mailbox
 
     def _handle(self, event: ReceiverEvent) -> None:
+        if isinstance(event, ChunkOpened):
+            payload = self._got.opened.pop((event.connection, event.index))
+            if self._machine.is_awaited(event.connection, event.index):
+                self._got.payloads[event.index] = payload
         for effect in self._machine.handle(event, time.monotonic()):
             self._carry_out(effect)
         if isinstance(event, ConnectionLost):
@@ -230,6 +244,9 @@ class Incoming:
                 self._link.open(effect.slot, self)
             case CloseConnection():
                 self._connections[effect.connection].close(effect.code, "what came over it was damaged")
+            case AskHave():
+                have = Have(transfer_id, epoch)
+                self._connections[effect.connection].ask(self, lambda: (have, None))
             case SendGet():
                 get = Get(transfer_id, epoch, effect.index)
                 self._connections[effect.connection].ask(self, lambda: (get, None))
@@ -279,10 +296,15 @@ class _Expectation:
 
 @dataclass(slots=True)
 class _Got:
-    """What has come so far."""
+    """What has come so far.
+
+    Attributes:
+        opened: payloads on their way from a reading thread to the machine. payloads: those that it has taken.
+    """
 
     started_at: float
     first_byte_at: float | None = None
     bytes_moved: int = 0
     cached_tokens: int = 0
+    opened: dict[tuple[ConnectionId, int], bytearray] = field(default_factory=dict)
     payloads: dict[int, bytearray] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from farfill.kv.sealing import (
 from farfill.kv.spec import ChunkIndex, ChunkSpec
 from farfill.store.protocol import Chunk, ClientMessage, Have, Present, Put, Refused, Stored, indices_in
 from farfill.transfer.events import (
+    AskHave,
     Cancelled,
     CloseConnection,
     ConnectionId,
@@ -36,6 +37,7 @@ from farfill.transfer.events import (
     Fail,
     LinkSettings,
     OpenConnection,
+    PresentReceived,
     RefusedReceived,
     Started,
     Tick,
@@ -45,10 +47,8 @@ from farfill.transfer.link import Connection, Link
 from farfill.transfer.mailbox import Mailbox
 from farfill.transfer.room import Room
 from farfill.transfer.sender import (
-    AskHave,
     ChunkReady,
     Complete,
-    PresentReceived,
     ReleaseChunk,
     SenderEffect,
     SenderEvent,

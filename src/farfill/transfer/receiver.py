@@ -8,8 +8,11 @@ Rules
 3. A chunk that does not open is asked for again over a new connection, a few times; then the transfer fails.
 4. VERIFIED: every data chunk of the plan this machine was made with has been opened, and the closing record, opened
    too, names exactly their tags. Nothing less.
-5. Setup, stall, verify and the whole have their own clocks. The stall clock runs from the first data chunk on: how
-   long prefill may take before that is not the transfer's matter.
+5. Setup, stall, produce, verify and the whole have their own clocks. Stall and produce run from the first data chunk
+   on: how long prefill may take before that is not the transfer's matter.
+6. A store that is silent because prefill is slow is not a stall. When nothing has come for half of the stall clock the
+   store is asked what it has: an answer that names nothing that is owed starts the stall clock anew, and only the
+   produce clock goes on.
 """
 
 import heapq
@@ -19,6 +22,7 @@ from typing import assert_never
 
 from farfill.transfer.events import (
     FATAL_CODES,
+    AskHave,
     Cancelled,
     CloseConnection,
     ConnectionId,
@@ -28,6 +32,7 @@ from farfill.transfer.events import (
     Fail,
     LinkSettings,
     OpenConnection,
+    PresentReceived,
     RefusedReceived,
     Started,
     Tick,
@@ -110,6 +115,7 @@ ReceiverEvent = (
     | ClosingOpened
     | ClosingRefused
     | ChunkBad
+    | PresentReceived
     | RefusedReceived
     | Cancelled
     | Tick
@@ -136,7 +142,7 @@ class Verify:
     """VERIFIED; the last effect."""
 
 
-ReceiverEffect = OpenConnection | CloseConnection | SendGet | SendVerified | Verify | Fail
+ReceiverEffect = OpenConnection | CloseConnection | AskHave | SendGet | SendVerified | Verify | Fail
 
 
 class ReceiverMachine:
@@ -145,7 +151,7 @@ class ReceiverMachine:
     Args:
         sealed_bytes: expected size of each data chunk of the plan, 1..n in order; the manifest is 0 and the closing
             record n + 1.
-        clocks: `setup_s`, `stall_s`, `transfer_s` and `verify_s` are used; they run from `Started`.
+        clocks: all but `queue_s` are used.
         settings: connections, windows, retries.
     """
 
@@ -153,7 +159,7 @@ class ReceiverMachine:
         self._sizes = (0, *sealed_bytes, 0)
         self._settings = settings
         self._slots = ConnectionSlots(settings)
-        self._wanted: list[int] = [0]  # a heap of the indices to ask for
+        self._wanted = list(range(len(self._sizes)))  # a heap of the indices to ask for
         self._asked: dict[int, ConnectionId] = {}
         self._arrived: dict[int, ConnectionId] = {}  # here, being opened
         self._tags: dict[int, bytes] = {}  # of opened data chunks
@@ -161,6 +167,7 @@ class ReceiverMachine:
         self._is_manifest_checked = False
         self._bad: dict[int, int] = {}
         self._waits = Waits(clocks)
+        self._probed: ConnectionId | None = None  # rule 6: who was asked since the last progress
         self._is_over = False
 
     @property
@@ -172,7 +179,9 @@ class ReceiverMachine:
         if not self._slots.was_open:
             ends.append(waits.setup_ends)
         if waits.verify_ends is None:
-            ends.append(waits.stall_ends)
+            ends += [waits.stall_ends, waits.produce_ends]
+            if self._probed is None and self._slots.open_connections:
+                ends.append(waits.probe_due)
         return min(end for end in ends if end is not None)
 
     @property
@@ -182,6 +191,10 @@ class ReceiverMachine:
     def is_expected(self, connection: ConnectionId, index: int) -> bool:
         """Whether this chunk was asked for on this connection and is still owed."""
         return not self._is_over and self._asked.get(index) == connection
+
+    def is_awaited(self, connection: ConnectionId, index: int) -> bool:
+        """Whether this chunk's opening, on this connection, is what the machine waits for; other openings are void."""
+        return not self._is_over and self._arrived.get(index) == connection
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverEffect]:
         if self._is_over:
@@ -208,15 +221,14 @@ class ReceiverMachine:
                 if self._take(event.connection, 0):
                     self._is_manifest_checked = True
                     self._slots.progressed()
-                    for index in range(1, len(self._sizes)):
-                        heapq.heappush(self._wanted, index)
             case ManifestRefused():
                 if self._take(event.connection, 0):
                     return [self._fail(event.code, event.detail)]
             case ChunkOpened():
                 if self._is_data(event.index) and self._take(event.connection, event.index):
                     self._tags[event.index] = event.tag
-                    self._waits.progress_at = now
+                    self._waits.progress_at = self._waits.produced_at = now
+                    self._probed = None
                     self._slots.progressed()
             case ClosingOpened():
                 if self._take(event.connection, len(self._sizes) - 1):
@@ -228,6 +240,10 @@ class ReceiverMachine:
             case ChunkBad():
                 if self._take(event.connection, event.index):
                     effects += self._retry(event, now)
+            case PresentReceived():
+                if event.connection == self._probed and not self._owes(event.indices):
+                    self._waits.progress_at = now
+                    self._probed = None
             case RefusedReceived():
                 if event.connection in self._slots.open_connections:
                     return [self._fail(event.code, event.detail)]
@@ -245,7 +261,7 @@ class ReceiverMachine:
         late = self._late(now)
         if late is not None:
             return [*effects, late]
-        return effects + self._slots.open_due(now) + self._pump()
+        return effects + self._slots.open_due(now) + self._probe(now) + self._pump()
 
     # ---- the checks, each by itself
 
@@ -275,8 +291,14 @@ class ReceiverMachine:
         if not self._slots.was_open and now >= waits.setup_ends:
             return self._fail("setup_timeout", f"no connection to the store after {clocks.setup_s} s")
         if waits.stall_ends is not None and now >= waits.stall_ends:
-            return self._fail("transfer_stalled", f"no new chunk for {clocks.stall_s} s")
+            return self._fail("transfer_stalled", f"nothing came from the store for {clocks.stall_s} s")
+        if waits.produce_ends is not None and now >= waits.produce_ends:
+            return self._fail("transfer_stalled", f"prefill has made no new chunk for {clocks.produce_s} s")
         return None
+
+    def _owes(self, present: frozenset[int]) -> bool:
+        """Rule 6: whether the store has something that was asked for and has not come."""
+        return any(index in present for index in self._asked)
 
     # ---- steps
 
@@ -292,9 +314,21 @@ class ReceiverMachine:
 
     def _lose(self, connection: ConnectionId, code: str, detail: str, now: float) -> None:
         if self._slots.lost(connection, code, detail, now):
+            if self._probed == connection:
+                self._probed = None
             for index in [index for index, owner in self._asked.items() if owner == connection]:
                 del self._asked[index]
                 heapq.heappush(self._wanted, index)
+
+    def _probe(self, now: float) -> list[ReceiverEffect]:
+        """Rule 6."""
+        due, connections = self._waits.probe_due, self._slots.open_connections
+        if self._waits.all_here_at is not None or self._probed is not None or due is None or now < due:
+            return []
+        if not connections:
+            return []
+        self._probed = connections[0]
+        return [AskHave(self._probed)]
 
     def _retry(self, event: ChunkBad, now: float) -> list[ReceiverEffect]:
         """Rule 3."""

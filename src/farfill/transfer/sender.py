@@ -18,6 +18,7 @@ from typing import assert_never
 
 from farfill.transfer.events import (
     FATAL_CODES,
+    AskHave,
     Cancelled,
     CloseConnection,
     ConnectionId,
@@ -27,6 +28,7 @@ from farfill.transfer.events import (
     Fail,
     LinkSettings,
     OpenConnection,
+    PresentReceived,
     RefusedReceived,
     Started,
     Tick,
@@ -52,15 +54,6 @@ class StoredReceived:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class PresentReceived:
-    """Answers AskHave. `verified`: the consumer has had everything."""
-
-    connection: ConnectionId
-    indices: frozenset[int]
-    verified: bool
-
-
 SenderEvent = (
     Started
     | ChunkReady
@@ -75,11 +68,6 @@ SenderEvent = (
 )
 
 # ---- effects
-
-
-@dataclass(frozen=True, slots=True)
-class AskHave:
-    connection: ConnectionId
 
 
 @dataclass(frozen=True, slots=True)

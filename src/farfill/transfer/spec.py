@@ -32,7 +32,8 @@ class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     queue_s: float = 30.0  # waiting for the engine or for a place before anything happens
     setup_s: float = 5.0  # connecting, session, reserving
-    stall_s: float = 10.0  # no new verified chunk, after the first one or after prefill's own estimate
+    stall_s: float = 10.0  # chunks or answers are due and nothing comes
+    produce_s: float = 60.0  # the store answers, and prefill has made no new chunk since the last one
     transfer_s: float = 300.0  # from reservation to VERIFIED, all in all
     verify_s: float = 10.0  # from the last chunk's arrival to VERIFIED
 

@@ -12,12 +12,14 @@ class Waits:
     Attributes:
         started_at: of `Started`; setup and the whole run from it.
         progress_at: of the last progress; the stall clock runs from it. None: not yet running.
+        produced_at: of the last new data chunk; the produce clock runs from it. None: not yet running.
         all_here_at: of the last arrival; the verify clock runs from it. None: something is still to come.
     """
 
     clocks: Clocks
     started_at: float | None = None
     progress_at: float | None = None
+    produced_at: float | None = None
     all_here_at: float | None = None
 
     @property
@@ -33,6 +35,15 @@ class Waits:
     @property
     def stall_ends(self) -> float | None:
         return None if self.progress_at is None else self.progress_at + self.clocks.stall_s
+
+    @property
+    def probe_due(self) -> float | None:
+        """Half of the stall clock: early enough for the answer to count."""
+        return None if self.progress_at is None else self.progress_at + self.clocks.stall_s / 2
+
+    @property
+    def produce_ends(self) -> float | None:
+        return None if self.produced_at is None else self.produced_at + self.clocks.produce_s
 
     @property
     def verify_ends(self) -> float | None:

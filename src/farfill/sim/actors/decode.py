@@ -19,7 +19,7 @@ from farfill.sim.actors.wire import ChunkFrame, DecodeLeg, LegDone, LegFailed, L
 from farfill.sim.checkers import Checkers
 from farfill.sim.engine import LAYOUT, DecodeCache, chunk_bytes
 from farfill.sim.network import End, Network, Node
-from farfill.store.protocol import Get, Refused, Verified
+from farfill.store.protocol import Get, Have, Present, Refused, Verified, indices_in
 from farfill.transfer import events as t
 from farfill.transfer import receiver as r
 from farfill.transfer.spec import TransferSpec
@@ -144,13 +144,18 @@ class RemoteSession:
         match message:
             case ChunkFrame():
                 self._arrived(connection, message)
+            case Present():
+                self._checkers.count("stores asked by a receiver")
+                self._driver.feed(
+                    t.PresentReceived(connection, frozenset(indices_in(message.bitmap)), message.verified)
+                )
             case Refused():
                 self._driver.feed(t.RefusedReceived(connection, message.index, message.code, message.detail))
             case _:
                 raise AssertionError(f"a store says {message!r} to a receiver")
 
     def _arrived(self, connection: t.ConnectionId, frame: ChunkFrame) -> None:
-        """As in the real shell, a chunk of a connection that was given up meanwhile is opened all the same."""
+        """As in the real shell, a chunk of a connection that was given up meanwhile is opened, and not taken."""
         index = frame.message.index
         if not self._machine.is_expected(connection, index):
             self._checkers.count("chunks that came late")
@@ -175,10 +180,11 @@ class RemoteSession:
         except PeerError as error:
             self._checkers.count("chunks that did not open")
             return r.ChunkBad(connection, index, error.message)
-        self._cache.buffer(index)[:] = plaintext
-        self._opened[index] = tag
-        self._kv_bytes += chunk.payload_bytes
-        self._checkers.moved_bytes[self._spec.transfer_id] += chunk.payload_bytes
+        if self._machine.is_awaited(connection, index):
+            self._cache.buffer(index)[:] = plaintext
+            self._opened[index] = tag
+            self._kv_bytes += chunk.payload_bytes
+            self._checkers.moved_bytes[self._spec.transfer_id] += chunk.payload_bytes
         return r.ChunkOpened(connection, index, tag)
 
     def _open_manifest(self, connection: t.ConnectionId, data: bytes) -> r.ReceiverEvent:
@@ -224,6 +230,8 @@ class RemoteSession:
                 self._link.open(effect)
             case t.CloseConnection():
                 self._link.close(effect)
+            case t.AskHave():
+                self._link.send(effect.connection, Have(spec.transfer_id, spec.epoch))
             case r.SendGet():
                 self._link.send(effect.connection, Get(spec.transfer_id, spec.epoch, effect.index))
             case r.SendVerified():

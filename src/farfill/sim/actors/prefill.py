@@ -165,7 +165,7 @@ class PrefillSession:
                 self._is_verified = message.verified
                 self._checkers.count("resumes")
                 self._checkers.count("chunks not resent", len(present.intersection(self._doubtful)))
-                self._event(s.PresentReceived(connection, present, message.verified))
+                self._event(t.PresentReceived(connection, present, message.verified))
             case Refused():
                 if message.code == "chunk_corrupt" and message.index is not None:
                     self._flying.get(connection, set()).discard(message.index)
@@ -182,7 +182,7 @@ class PrefillSession:
                 for index in self._flying.pop(effect.connection, ()):
                     self._doubtful[index] = False
                 self._link.close(effect)
-            case s.AskHave():
+            case t.AskHave():
                 self._link.send(effect.connection, Have(spec.transfer_id, spec.epoch))
             case s.SendPut():
                 self._put(effect)
