@@ -23,7 +23,7 @@ SETTLE_S = 120.0
 async def until(condition: Callable[[], bool], what: str, seconds: float = SETTLE_S) -> None:
     """Asks again and again; fails after `seconds`."""
     async with asyncio.timeout(seconds):
-        while not await asyncio.to_thread(condition):
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - it is in another process
             await asyncio.sleep(0.05)
     assert what
 

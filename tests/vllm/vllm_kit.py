@@ -205,8 +205,8 @@ def gateway(
     chunk_tokens: int = 256,
 ) -> Iterator[Gateway]:
     """A gateway that sends every prompt to a prefill worker."""
-    ready = folder / "gateway.ready"
-    ready.unlink(missing_ok=True)
+    file = folder / "gateway.ready"
+    file.unlink(missing_ok=True)
     config: dict[str, Any] = {
         "port": 0,
         "threshold_tokens": 0,
@@ -228,12 +228,12 @@ def gateway(
             "--config",
             str(folder / "gateway.yaml"),
             "--ready-file",
-            str(ready),
+            str(file),
         ],
         folder / "gateway.log",
     )
     try:
-        yield Gateway(_ready(process, ready)["url"], process)
+        yield Gateway(ready(process, file)["url"], process)
     finally:
         process.kill()
 
@@ -241,20 +241,20 @@ def gateway(
 @contextlib.contextmanager
 def relay(folder: Path) -> Iterator[tuple[str, Process]]:
     """(its URL, its process)"""
-    ready = folder / "relay.ready"
-    ready.unlink(missing_ok=True)
+    file = folder / "relay.ready"
+    file.unlink(missing_ok=True)
     (folder / "relay.yaml").write_text(json.dumps({"relay": {"port": 0, "data_port": 0}}))
     process = start(
-        [sys.executable, "-m", "farfill", "relay", "--config", str(folder / "relay.yaml"), "--ready-file", str(ready)],
+        [sys.executable, "-m", "farfill", "relay", "--config", str(folder / "relay.yaml"), "--ready-file", str(file)],
         folder / "relay.log",
     )
     try:
-        yield _ready(process, ready)["url"], process
+        yield ready(process, file)["url"], process
     finally:
         process.kill()
 
 
-def _ready(process: Process, file: Path) -> dict[str, Any]:
+def ready(process: Process, file: Path) -> dict[str, Any]:
     until = time.monotonic() + 60
     while not file.exists():
         assert process.child.poll() is None, process.tail()
