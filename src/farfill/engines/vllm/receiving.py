@@ -59,7 +59,13 @@ class Loads:
         self._ledger.began(spec.transfer_id, "received")
         try:
             check_addressee(spec, spec.consumer, self._instance, "consumer")
-            incoming = self._node.receive(spec, self._model.layout, self._model.fingerprint, order.token_ids)
+            incoming = self._node.receive(
+                spec,
+                self._model.layout,
+                self._model.fingerprint,
+                order.token_ids,
+                held_tokens=order.local_tokens,
+            )
         except FarfillError as error:
             self._ledger.failed(spec.transfer_id, "received", error)
             self._refused.add(order.request_id)
@@ -115,7 +121,7 @@ class Loads:
                 transfer_id,
                 "received",
                 "done",
-                sum(chunk.payload_bytes for chunk in cache.plan),
+                sum(chunk.payload_bytes for chunk in cache.plan if chunk.index not in cache.held),
                 cache.bytes_moved,
                 cache.verified_at - cache.started_at,
                 cache.cached_tokens,
@@ -127,6 +133,8 @@ class Loads:
 
     def _install(self, order: BeginLoad, cache: ReceivedCache) -> None:
         for chunk in cache.plan:
+            if chunk.index in cache.held:
+                continue
             self._views.write(chunk, cache.payload(chunk.index), order.blocks, order.local_tokens)
 
     def _wake(self, _: "Future[ReceivedCache]") -> None:
