@@ -14,10 +14,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 LENGTHS = (1, 2, 127, 128, 129, 130, 255, 257, 1000)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "granite_hybrid", "gemma3"])
-def test_tokens_are_those_of_an_aggregated_server(kind: str, tmp_path: Path) -> None:
+# vLLM's Mamba2 layers on CPUs fail with its prefix cache (an IndexError, without any connector too).
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("qwen3_next", ()), ("granite_hybrid", ("--no-enable-prefix-caching",)), ("gemma3", ())],
+    ids=["qwen3_next", "granite_hybrid", "gemma3"],
+)
+def test_tokens_are_those_of_an_aggregated_server(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     model = build(kind, tmp_path / kind)
-    arguments = ("--dtype", "bfloat16", "--max-model-len", "2048")
+    arguments = ("--dtype", "bfloat16", "--max-model-len", "2048", *options)
     prefill = VllmServer("east", "kv_producer", model, tmp_path, arguments)
     decode = VllmServer("west", "kv_consumer", model, tmp_path, arguments)
     prompts = [token_ids(length, length, VOCABULARY) for length in LENGTHS]

@@ -62,9 +62,12 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         return self._in_scheduler.matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        """All: a transfer brings every tensor, recurrent states and windows included."""
-        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
-        return groups
+        """None, for vLLM does not zero the blocks of those named here, and trusts them to be written as a whole.
+
+        A load writes the prompt's rows. What is left of its last block may be another layer's old state, of another
+        dtype, which as keys and values may read as not-a-number; kernels multiply that by zero, which does not help.
+        """
+        return ()
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._in_scheduler.allocated(request, blocks, num_external_tokens)

@@ -22,12 +22,15 @@ class Ledger:
 
     def done(self, result: TransferResult) -> None:
         assert result.state == "done"
-        self.results.put(result)
+        if not self.results.put(result):
+            return
         self._metrics.transfer_ended(result.direction, OK, transfer_bytes=result.transfer_bytes, seconds=result.seconds)
         self._stats.record(result.direction, result.transfer_bytes, result.seconds)
 
     def failed(self, transfer_id: str, direction: Direction, error: FarfillError) -> None:
-        self.results.put(failed(transfer_id, direction, error))
+        """Told by whoever sees it first: the step that could not publish, or the transfer's end; counted once."""
+        if not self.results.put(failed(transfer_id, direction, error)):
+            return
         self._metrics.transfer_ended(direction, error.code, transfer_bytes=0, seconds=0.0)
         self._stats.record_failure(direction, error.code)
 

@@ -57,19 +57,20 @@ class Results:
         """`ended` may be awaited on this loop from now on; before, and on others, it may not."""
         self._loop = loop
 
-    def put(self, result: TransferResult) -> None:
-        """Keeps the first end of a transfer; what comes after it changes nothing."""
+    def put(self, result: TransferResult) -> bool:
+        """Keeps the first end of a transfer; what comes after it changes nothing. Whether this one was kept."""
         key = (result.transfer_id, result.direction)
         with self._lock:
             known = self._results.get(key)
             if known is not None and known.state != "running":
-                return
+                return False
             self._results[key] = result
             self._results.move_to_end(key)
             while len(self._results) > _KEPT_MAX:
                 self._results.popitem(last=False)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
+        return True
 
     def get(self, transfer_id: str, direction: Direction) -> TransferResult | None:
         with self._lock:

@@ -6,7 +6,7 @@ A chunk is copied before the step ends, so vLLM may reuse its blocks right after
 """
 
 import logging
-import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from farfill.errors import FarfillError, OperationError, PeerError
 from farfill.kv.plan import plan_chunks
 from farfill.kv.spec import WIRE_VERSION, ChunkSpec
 from farfill.transfer.node import TransferNode
-from farfill.transfer.outgoing import Outgoing
+from farfill.transfer.outgoing import Outgoing, SendReport
 from farfill.transfer.spec import TransferSpec
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ class _Send:
     plan: tuple[ChunkSpec, ...]
     cached_tokens: int
     published: int = 0
+    is_finished: bool = False
 
 
 class Sends:
@@ -62,9 +63,7 @@ class Sends:
             return
         self._sends[order.request_id] = _Send(spec, outgoing, plan, order.cached_tokens)
         kv_bytes = sum(chunk.payload_bytes for chunk in plan)
-        outgoing.future.add_done_callback(
-            partial(self._ended, spec.transfer_id, kv_bytes, order.cached_tokens, time.monotonic())
-        )
+        outgoing.future.add_done_callback(partial(self._ended, spec.transfer_id, kv_bytes, order.cached_tokens))
 
     def save(self, order: SaveRows) -> None:
         """Publishes what this step has completed."""
@@ -74,8 +73,10 @@ class Sends:
         try:
             self._publish(send, order.computed_tokens, order.blocks)
         except FarfillError as error:  # it ends this transfer, not the engine
-            send.outgoing.cancel(error.message)
             self._ledger.failed(send.spec.transfer_id, "sent", error)
+            send.outgoing.cancel(error.message)
+            send.is_finished = True
+        if send.is_finished:
             del self._sends[order.request_id]
 
     def end(self, request_id: str) -> None:
@@ -97,17 +98,14 @@ class Sends:
             send.outgoing.publish(chunk, self._views.read(chunk, blocks))
             send.published += 1
         send.outgoing.finish(send.cached_tokens)
+        send.is_finished = True
         self._ledger.computed(computed_tokens=prefix_tokens - send.cached_tokens, cached_tokens=send.cached_tokens)
-        for request_id, one in list(self._sends.items()):
-            if one is send:
-                del self._sends[request_id]
 
-    def _ended(self, transfer_id: str, kv_bytes: int, cached_tokens: int, began: float, future: object) -> None:
+    def _ended(self, transfer_id: str, kv_bytes: int, cached_tokens: int, future: "Future[SendReport]") -> None:
         """In a thread of the data plane."""
-        assert hasattr(future, "exception")
         error = future.exception()
         if error is None:
-            report = future.result()  # type: ignore[attr-defined]
+            report = future.result()
             self._ledger.done(
                 TransferResult(
                     transfer_id, "sent", "done", kv_bytes, report.sent_bytes, report.elapsed_s, cached_tokens
