@@ -4,7 +4,7 @@ Aggregated means: the decode server asked directly, without a transfer. It compu
 """
 
 import pytest
-from vllm_kit import KV_BYTES_PER_TOKEN, Answer, Pair, complete_all, gateway, relay, token_ids
+from vllm_kit import KV_BYTES_PER_TOKEN, Answer, Pair, complete, complete_all, gateway, relay, token_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -40,3 +40,16 @@ def test_tokens_are_those_of_an_aggregated_server(pair: Pair, aggregated: list[A
     now = pair.decode.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
     assert now - computed == len(PROMPTS)
     assert pair.prefill.metric("vllm:generation_tokens_total") - legs == len(PROMPTS)
+
+
+def test_a_second_prompt_with_the_same_beginning_moves_its_new_part(pair: Pair) -> None:
+    """2,000 tokens are shared. The decode server's prefix cache keeps whole blocks of 128 of them, 1,920, and chunks
+    are of 256 tokens: seven of them, 1,792 tokens, do not travel again."""
+    shared = token_ids(2000, 5001)
+    first, second = shared + token_ids(50, 5002), shared + token_ids(200, 5003)
+    with gateway(pair.folder, pair.workers, chunk_tokens=256) as front:
+        answers = [complete(front.url, prompt) for prompt in (first, second)]
+    moved = [int(answer.headers["x-farfill-kv-bytes"]) for answer in answers]
+    assert moved == [2049 * KV_BYTES_PER_TOKEN, (2199 - 1792) * KV_BYTES_PER_TOKEN]
+    pair.decode.forget_prefixes()
+    assert answers[1].token_ids == complete(pair.decode.url, second).token_ids
