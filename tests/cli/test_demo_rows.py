@@ -1,14 +1,16 @@
 """The demo's judgement: each way in which a row can fall short is said, and only then."""
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from farfill.cli.demo.ask import Answer
 from farfill.cli.demo.measure import Moved
 from farfill.cli.demo.prompts import prompts
 from farfill.cli.demo.reference import Reference
-from farfill.cli.demo.table import Row, result_table
+from farfill.cli.demo.table import Row, print_result, result_table
 
 REMOTE = Row(
     expects_remote=True,
@@ -52,6 +54,17 @@ def test_not_identical_shows_in_the_table() -> None:
     table = result_table([REMOTE, replace(REMOTE, reference=Reference(9, "other"))])
     assert [str(cell) for cell in table.columns[-1].cells] == ["yes", "NO"]
     assert [str(cell) for cell in table.columns[3].cells] == ["1.0 MB", "1.0 MB"]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_output_is_readable_on_a_narrow_terminal_too(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    row = replace(REMOTE, answer=replace(REMOTE.answer, text="one line of\n prose [of] some length"))
+    print_result([row], console)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "one line of prose [of] some length" in shown
+    assert max(len(line) for line in shown.splitlines()) <= width
 
 
 def test_prompts_are_one_short_and_three_long_and_share_no_beginning() -> None:

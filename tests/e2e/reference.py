@@ -52,6 +52,7 @@ def references(model: Path) -> tuple[list[Reference], Reference]:
         text=True,
         check=True,
     )
-    found = [Reference(**one) for one in json.loads(done.stdout)]
+    found = [Reference(**json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(found) == 9
     assert all(one.text for one in found)
     return found[:-1], found[-1]

@@ -1,10 +1,12 @@
 """A single-process run of the same prompts: plain Transformers `generate`, nothing of farfill's engine in it.
 
-Run as `python -m farfill.cli.demo.reference`: a JSON job on standard input, a JSON result on standard output.
+Run as `python -m farfill.cli.demo.reference`: a JSON job on standard input, a line of JSON for each answer
+on standard output as soon as it is there.
 """
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ class Reference:
 
 def run_reference(
     model: str, dtype: str, threads: int, conversations: list[list[dict[str, str]]], max_tokens: int
-) -> list[Reference]:
+) -> Iterator[Reference]:
     """Greedy answers, one conversation after the other."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +29,6 @@ def run_reference(
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(model)
     engine: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    found = []
     for messages in conversations:
         inputs: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -36,14 +37,13 @@ def run_reference(
             output = engine.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
         prompt_tokens = inputs["input_ids"].shape[1]
         text = tokenizer.decode(output[0, prompt_tokens:], skip_special_tokens=True)
-        found.append(Reference(prompt_tokens, str(text)))
-    return found
+        yield Reference(prompt_tokens, str(text))
 
 
 def main() -> None:
     job = json.load(sys.stdin)
-    results = run_reference(**job)
-    json.dump([{"prompt_tokens": one.prompt_tokens, "text": one.text} for one in results], sys.stdout)
+    for one in run_reference(**job):
+        print(json.dumps({"prompt_tokens": one.prompt_tokens, "text": one.text}), flush=True)  # noqa: T201 - its output
 
 
 if __name__ == "__main__":

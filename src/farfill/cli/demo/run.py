@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -23,9 +23,9 @@ from farfill.cli.demo.children import Children
 from farfill.cli.demo.measure import Meter, Moved
 from farfill.cli.demo.prompts import MAX_TOKENS, Prompt, prompts
 from farfill.cli.demo.reference import Reference
-from farfill.cli.demo.sites import Sites, SiteSettings, is_free, start_sites, threads_per_worker
-from farfill.cli.demo.table import Row, result_table
-from farfill.cli.progress import activity, demo_model
+from farfill.cli.demo.sites import PROCESSES, Sites, SiteSettings, is_free, start_sites, threads_per_worker
+from farfill.cli.demo.table import Row, print_result
+from farfill.cli.progress import Steps, demo_model, steps
 from farfill.errors import ConfigurationError, FarfillError, OperationError
 from farfill.router.policy import Placement
 
@@ -55,8 +55,8 @@ def run_demo(*, stay: bool, model: Path | None, placement: Placement, threshold_
         tempfile.TemporaryDirectory(prefix="farfill-demo-") as scratch,
         Children(Path(scratch)) as children,
     ):
-        with activity("starting prefill worker (east), relay, decode worker (west), gateway", console):
-            sites = start_sites(children, Path(scratch), settings)
+        with steps(PROCESSES, console) as shown:
+            sites = start_sites(children, Path(scratch), settings, shown)
         asked = prompts()
         try:
             answers = _ask_all(sites, folder.resolve().name, asked, console)
@@ -65,14 +65,14 @@ def run_demo(*, stay: bool, model: Path | None, placement: Placement, threshold_
             error.args = (f"{error.message}\n{children.logs()}",)
             error.message = error.args[0]
             raise
-        with activity("running the same prompts in a single process, without farfill's engine", console):
-            references = _reference(Path(scratch), settings, asked)
+        with steps(len(asked), console) as shown:
+            references = _reference(Path(scratch), settings, asked, shown)
         rows = [
             Row(prompt.expects_remote, answer, moved, reference)
             for prompt, (answer, moved), reference in zip(asked, answers, references, strict=True)
         ]
         console.print()
-        console.print(result_table(rows))
+        print_result(rows, console)
         problems = [problem for row in rows for problem in row.problems()]
         for problem in problems:
             console.print(f"NOT AS PROMISED: {problem}", style="bold red")
@@ -101,15 +101,17 @@ def _gateway_port(stay: bool, port: int | None, console: Console) -> int:
 def _ask_all(sites: Sites, model: str, asked: list[Prompt], console: Console) -> list[tuple[Answer, Moved]]:
     meter = Meter(sites.prefill_url, sites.decode_url, sites.context)
     found = []
-    for number, prompt in enumerate(asked, 1):
-        with activity(f"request {number} of {len(asked)} ({len(prompt.text.split()):,} words)", console):
+    with steps(len(asked), console) as shown:
+        for number, prompt in enumerate(asked, 1):
+            shown.begin(f"request {number} of {len(asked)} ({len(prompt.text.split()):,} words)")
             answer = ask(sites.gateway_port, model, prompt.messages, MAX_TOKENS)
             prefilled = answer.headers.get("x-farfill-path") in ("remote", "near")
             found.append((answer, meter.since_last(prefilled=prefilled)))
+            shown.done()
     return found
 
 
-def _reference(scratch: Path, settings: SiteSettings, asked: list[Prompt]) -> list[Reference]:
+def _reference(scratch: Path, settings: SiteSettings, asked: list[Prompt], shown: Steps) -> list[Reference]:
     job = {
         "model": str(settings.model),
         "dtype": DTYPE,
@@ -117,7 +119,9 @@ def _reference(scratch: Path, settings: SiteSettings, asked: list[Prompt]) -> li
         "conversations": [prompt.messages for prompt in asked],
         "max_tokens": MAX_TOKENS,
     }
+    shown.begin("running the same prompts in a single process, without farfill's engine")
     log = scratch / "reference.log"
+    found = []
     with (
         log.open("wb") as errors,
         subprocess.Popen(
@@ -130,14 +134,21 @@ def _reference(scratch: Path, settings: SiteSettings, asked: list[Prompt]) -> li
         ) as process,
     ):
         try:
-            output, _ = process.communicate(json.dumps(job).encode())
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(BrokenPipeError):  # it is dead already: its exit status and its log say why
+                process.stdin.write(json.dumps(job).encode())
+                process.stdin.close()
+            for line in process.stdout:
+                found.append(Reference(**json.loads(line)))
+                shown.done()
         except BaseException:
             process.kill()
             raise
-    if process.returncode != 0:
+    if process.returncode != 0 or len(found) != len(asked):
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise OperationError("engine_failed", f"the single-process run ended with {process.returncode}\n{tail}")
-    return [Reference(**one) for one in json.loads(output)]
+    return found
 
 
 def _stay(children: Children, sites: Sites, model: str, console: Console) -> None:

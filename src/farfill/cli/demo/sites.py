@@ -9,14 +9,16 @@ import ssl
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from farfill import tls
 from farfill.cli.demo.children import Child, Children
+from farfill.cli.progress import Steps
 from farfill.router.policy import Placement
 
+PROCESSES: Final = 4
 EAST, WEST, RELAY, GATEWAY = "prefill-east", "decode-west", "relay", "gateway"
 
 
@@ -57,7 +59,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-def start_sites(children: Children, folder: Path, settings: SiteSettings) -> Sites:
+def start_sites(children: Children, folder: Path, settings: SiteSettings, shown: Steps) -> Sites:
     """Starts all four processes and waits until each accepts requests.
 
     Raises:
@@ -89,7 +91,17 @@ def start_sites(children: Children, folder: Path, settings: SiteSettings) -> Sit
 
     relay = start("relay", RELAY, {"port": 0, "data_port": 0, "store_bytes": "1GiB"})
     east, west = worker(EAST, "prefill", "east"), worker(WEST, "decode", "west")
-    relay_url, east_url, west_url = (str(children.wait_ready(child)["url"]) for child in (relay, east, west))
+
+    def url_of(child: Child, what: str) -> str:
+        shown.begin(f"waiting for the {what}")
+        url = str(children.wait_ready(child)["url"])
+        shown.done()
+        return url
+
+    relay_url = url_of(relay, "relay")
+    east_url = url_of(east, "prefill worker in site east")
+    west_url = url_of(west, "decode worker in site west")
+    shown.begin("waiting for the gateway")
     gateway = start(
         "gateway",
         GATEWAY,
@@ -105,5 +117,6 @@ def start_sites(children: Children, folder: Path, settings: SiteSettings) -> Sit
         },
     )
     facts = children.wait_ready(gateway)
+    shown.done()
     port = int(str(facts["url"]).rsplit(":", 1)[1])
     return Sites(port, east_url, west_url, tls.client_context(files[GATEWAY]))

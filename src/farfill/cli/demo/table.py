@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from farfill.cli.demo.ask import Answer
 from farfill.cli.demo.measure import Moved
 from farfill.cli.demo.reference import Reference
+
+# The other columns take 80; less than this leaves the output a few letters a line.
+_WIDE_COLUMNS: Final = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +54,24 @@ class Row:
         return [f"the request of {self.answer.prompt_tokens} prompt tokens {problem}" for problem in found]
 
 
-def result_table(rows: Sequence[Row]) -> Table:
+def print_result(rows: Sequence[Row], console: Console) -> None:
+    """The table; where the terminal is too narrow for a column of prose, the outputs stand below it."""
+    wide = console.width >= _WIDE_COLUMNS
+    console.print(result_table(rows, with_output=wide))
+    if not wide:
+        for row in rows:
+            console.print(f"{row.answer.prompt_tokens:,} tokens: {_one_line(row)}", markup=False)
+
+
+def result_table(rows: Sequence[Row], *, with_output: bool = True) -> Table:
+    """A line for each request."""
     table = Table(
         title="Every answer beside a single-process run of the same model", title_justify="left", pad_edge=False
     )
     for heading in ("prompt\ntokens", "path", "reason", "KV\nmoved", "prefill\ns", "transfer\ns", "first\ntoken s"):
         table.add_column(heading, justify="left" if heading in ("path", "reason") else "right", overflow="fold")
-    table.add_column("output (greedy)", ratio=1, overflow="fold")
+    if with_output:
+        table.add_column("output (greedy)", ratio=1, overflow="fold")
     table.add_column("iden-\ntical")
     for row in rows:
         remote = row.moved.received_bytes > 0
@@ -67,7 +83,11 @@ def result_table(rows: Sequence[Row]) -> Table:
             f"{row.moved.prefill_s:.2f}" if remote else "-",
             f"{row.moved.transfer_s:.2f}" if remote else "-",
             f"{row.answer.first_token_s:.2f}",
-            Text(" ".join(row.answer.text.split())),
+            *([Text(_one_line(row))] if with_output else []),
             Text("yes", style="green") if row.identical else Text("NO", style="bold red"),
         )
     return table
+
+
+def _one_line(row: Row) -> str:
+    return " ".join(row.answer.text.split())
