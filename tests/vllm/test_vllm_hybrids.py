@@ -8,7 +8,6 @@ step than of the same prompt computed but for its last token, then the last one,
 shown first; then each answer is compared, exactly, with the aggregated run that has the same border.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def _top_with_border(url: str, prompt: list[int]) -> dict[str, float]:
 
 def _logprobs(url: str, fields: dict[str, Any]) -> list[dict[str, float]]:
     body = {"model": "m", "temperature": 0, "logprobs": 5, "ignore_eos": True, **fields}
-    response = httpx.post(f"{url}/v1/completions", content=json.dumps(body), timeout=600, trust_env=False)
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False)
     assert response.status_code == 200, response.text
     assert response.headers.get("x-farfill-path", "remote") == "remote"
     top: list[dict[str, float]] = response.json()["choices"][0]["logprobs"]["top_logprobs"]
