@@ -1,4 +1,4 @@
-"""Different engines and different blocks on the two sides: prefill in vLLM and decode in `hf`, the reverse, 32 to 128.
+"""Two sides that differ: in engine (vLLM and `hf`), in block size, in the number of tensor-parallel ranks.
 
 vLLM and farfill's `hf` extra want different versions of Transformers, so `hf` runs from another environment, whose
 Python `FARFILL_HF_PYTHON` names.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from vllm_kit import (
     KV_BYTES_PER_TOKEN,
     Pair,
@@ -26,6 +27,7 @@ from vllm_kit import (
     token_ids,
     vllm_worker,
 )
+from vllm_models import VOCABULARY, build
 
 from farfill.engines.hf.demo_model import ensure_demo_model
 
@@ -99,3 +101,22 @@ def test_blocks_of_32_tokens_are_read_into_blocks_of_128(pair: Pair, tmp_path: P
             assert [answer.headers["x-farfill-path"] for answer in answers] == ["remote"] * len(PROMPTS)
             decode.forget_prefixes()
             assert [a.token_ids for a in answers] == [complete(decode.url, p).token_ids for p in PROMPTS]
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2 ranks to 1", "1 rank to 2"])
+def test_each_rank_gets_the_heads_it_needs(ranks: tuple[int, int], tmp_path: Path) -> None:
+    model = build("gemma3", tmp_path / "gemma3", dtype=torch.float32)
+    prompts = [token_ids(length, 8000 + length, VOCABULARY) for length in (2, 127, 129, 300, 1000)]
+
+    def server(name: str, role: str, count: int) -> VllmServer:
+        arguments = ("--dtype", "float32", "--max-model-len", "2048", "--tensor-parallel-size", str(count))
+        return VllmServer(name, role, model, tmp_path, arguments, cores="0|1" if count == 2 else "nobind")
+
+    prefill, decode = server("east", "kv_producer", ranks[0]), server("west", "kv_consumer", ranks[1])
+    with running(prefill, decode):
+        with gateway(tmp_path, [vllm_worker(prefill, "prefill"), vllm_worker(decode, "decode")]) as front:
+            answers = [complete(front.url, prompt) for prompt in prompts]
+        decode.forget_prefixes()
+        expected = [complete(decode.url, prompt) for prompt in prompts]
+    assert [answer.headers["x-farfill-path"] for answer in answers] == ["remote"] * len(prompts)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]

@@ -85,7 +85,9 @@ def _top_with_border(url: str, prompt: list[int]) -> dict[str, float]:
 
     vLLM reports log-probabilities as they are before such limits.
     """
-    return _logprobs(url, {"prompt": prompt[:-1], "max_tokens": 2, "allowed_token_ids": [prompt[-1]]})[1]
+    found = _logprobs(url, {"prompt": prompt[:-1], "max_tokens": 2, "allowed_token_ids": [prompt[-1]]})[1]
+    likeliest = sorted(found, key=lambda token: -found[token])[:5]  # beside them it has the one that was chosen
+    return {token: found[token] for token in likeliest}
 
 
 def _logprobs(url: str, fields: dict[str, Any]) -> list[dict[str, float]]:

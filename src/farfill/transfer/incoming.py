@@ -91,6 +91,11 @@ class ReceivedCache:
         self._payloads.clear()
 
 
+def held_chunks(plan: Sequence[ChunkSpec], held_tokens: int) -> frozenset[int]:
+    """Indices of the chunks that who has the rows of the first `held_tokens` tokens does without. States never."""
+    return frozenset(chunk.index for chunk in plan if not chunk.is_state and chunk.token_stop <= held_tokens)
+
+
 class Incoming:
     """One transfer's receiving end. Every method may be called from any thread.
 
@@ -119,7 +124,7 @@ class Incoming:
         self._sealer = Sealer(spec.key, spec.transfer_id, spec.epoch)
         self._link, self._timer = link, timer
         sealed_bytes = [chunk.payload_bytes + SEAL_OVERHEAD_BYTES for chunk in plan]
-        self._held = frozenset(chunk.index for chunk in plan if not chunk.is_state and chunk.token_stop <= held_tokens)
+        self._held = held_chunks(plan, held_tokens)
         self._machine = ReceiverMachine(sealed_bytes, spec.clocks, settings, held=self._held)
         self._mailbox: Mailbox[ReceiverEvent] = Mailbox(self._handle, self.failed)
         self._connections: dict[ConnectionId, Connection] = {}

@@ -20,7 +20,7 @@ from farfill.engines.vllm.identity import check_vllm, served_model
 from farfill.engines.vllm.scheduler_side import SchedulerSide
 from farfill.engines.vllm.settings import read_settings
 from farfill.engines.vllm.stats import FarfillPromMetrics, FarfillStats
-from farfill.engines.vllm.step import StepPlan
+from farfill.engines.vllm.step import LoadNews, StepPlan
 from farfill.engines.vllm.versions import require_supported, vllm_version
 from farfill.engines.vllm.worker_side import WorkerSide
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -76,6 +77,11 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
         return self._in_scheduler.plan(scheduler_output, self._kv_cache_manager)
 
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, LoadNews):
+            self._in_scheduler.heard(news)
+
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._in_scheduler.finished(request)
 
@@ -114,6 +120,9 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         loads = self._in_worker.collect(self._plan)
         return KVConnectorTransferResults(finished_recving=set(loads.ended), failed_recving=set(loads.failed))
+
+    def build_connector_worker_meta(self) -> LoadNews | None:
+        return self._in_worker.take_news()
 
     def get_kv_connector_stats(self) -> FarfillStats | None:
         return None if self._worker is None else self._worker.take_stats()

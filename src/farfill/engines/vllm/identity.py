@@ -43,7 +43,6 @@ def check_vllm(config: "VllmConfig") -> None:
     parallel = config.parallel_config
     for option, value, allowed in (
         ("pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
-        ("tensor-parallel-size", parallel.tensor_parallel_size, 1),
         ("data-parallel-size", parallel.data_parallel_size, 1),
         ("decode-context-parallel-size", parallel.decode_context_parallel_size, 1),
         ("prefill-context-parallel-size", parallel.prefill_context_parallel_size, 1),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
+from farfill.engines.vllm.ranks import Ranks
 from farfill.engines.vllm.step import BlockTable
 from farfill.errors import ConfigurationError, LocalProtocolError, PeerError
 from farfill.kv.spec import CacheLayout, ChunkSpec, Extent, LayerKind, LayerLayout, TensorSpec
@@ -145,6 +146,7 @@ class CacheViews:
     Args:
         kv_caches: vLLM's tensors by layer name, as `register_kv_caches` gets them.
         layers: vLLM's layer modules by the same names.
+        ranks: this process's place among those that share the model's heads.
 
     Raises:
         ConfigurationError: `model_unsupported`: vLLM's cache is not what the layout says, or is laid out in a way that
@@ -157,8 +159,10 @@ class CacheViews:
         config: "KVCacheConfig",
         kv_caches: Mapping[str, torch.Tensor],
         layers: Mapping[str, Any],
+        ranks: Ranks = Ranks(),  # noqa: B008 - frozen
     ) -> None:
         self._layout = layout
+        self._ranks = ranks
         self._paging: dict[int, Paging] = {}
         self._rows: dict[tuple[int, str], Rows] = {}
         self._states: dict[tuple[int, str], State] = {}
@@ -173,20 +177,31 @@ class CacheViews:
                 if (layer.index, tensor.name) not in (self._states if tensor.extent is Extent.STATE else self._rows):
                     raise _unsupported(f"layer {layer.index} has no {tensor.name} in vLLM's cache")
 
-    def read(self, chunk: ChunkSpec, blocks: BlockTable) -> memoryview:
-        """A chunk's payload, in a buffer of its own.
+    def read(self, chunk: ChunkSpec, blocks: BlockTable) -> memoryview | None:
+        """A chunk's payload, in a buffer of its own: on rank 0; None on the others, which give it their heads.
 
         Args:
             blocks: the request's, at a step after which the chunk's tokens are computed.
         """
         layer = self._layout.layers[chunk.layer]
+        pieces = self._pieces(layer, chunk, blocks)
+        if self._ranks.size == 1:
+            return _payload(pieces, chunk.payload_bytes)
+        own_bytes = sum(piece.numel() * piece.element_size() for piece in pieces)
+        parts = self._ranks.gather(torch.frombuffer(bytearray(_payload(pieces, own_bytes)), dtype=torch.uint8))
+        if parts is None:
+            return None
         payload = torch.empty(chunk.payload_bytes, dtype=torch.uint8)
-        offset = 0
-        for source in self._pieces(layer, chunk, blocks):
-            size = source.numel() * source.element_size()
-            payload[offset : offset + size].view(source.dtype).view(source.shape).copy_(source)
-            offset += size
-        assert offset == chunk.payload_bytes, (offset, chunk)
+        offset = part_offset = 0
+        for tensor, piece in zip(_tensors(layer, chunk), pieces, strict=True):
+            own = piece.numel() * piece.element_size()
+            whole_shape = (piece.shape[0], *tensor.row_shape)
+            size = prod(whole_shape) * piece.element_size()
+            whole = payload[offset : offset + size].view(piece.dtype).view(whole_shape)
+            for rank, part in enumerate(parts):
+                start, stop = self._heads(tensor, rank)
+                whole[:, start:stop] = part[part_offset : part_offset + own].view(piece.dtype).view(piece.shape)
+            offset, part_offset = offset + size, part_offset + own
         return payload.numpy().data.cast("B").toreadonly()
 
     def write(self, chunk: ChunkSpec, payload: memoryview, blocks: BlockTable, first_token: int) -> None:
@@ -200,9 +215,7 @@ class CacheViews:
         layer = self._layout.layers[chunk.layer]
         whole = torch.frombuffer(payload, dtype=torch.uint8)
         offset = 0
-        for tensor in layer.tensors:
-            if (tensor.extent is Extent.STATE) != chunk.is_state:
-                continue
+        for tensor in _tensors(layer, chunk):
             dtype: torch.dtype = getattr(torch, tensor.dtype)
             shape = tensor.row_shape
             if not chunk.is_state:
@@ -217,11 +230,16 @@ class CacheViews:
                 start = max(chunk.token_start, first_token)
                 if start < chunk.token_stop:
                     where = self._paging[layer.index].locate(blocks, start, chunk.token_stop)
-                    self._rows[layer.index, tensor.name].write(*where, source[start - chunk.token_start :])
+                    own = source[start - chunk.token_start :, slice(*self._heads(tensor))]
+                    self._rows[layer.index, tensor.name].write(*where, own)
+
+    def _heads(self, tensor: TensorSpec, rank: int | None = None) -> tuple[int, int]:
+        """The range of a tensor's heads that a rank holds. An MLA row is one head, held by all."""
+        return self._ranks.heads(tensor.row_shape[0], rank)
 
     def _pieces(self, layer: LayerLayout, chunk: ChunkSpec, blocks: BlockTable) -> list[torch.Tensor]:
         """The chunk's tensors in wire shape, as bits."""
-        tensors = [tensor for tensor in layer.tensors if (tensor.extent is Extent.STATE) == chunk.is_state]
+        tensors = _tensors(layer, chunk)
         if chunk.is_state:
             pieces = []
             for tensor in tensors:
@@ -259,7 +277,8 @@ class CacheViews:
         dtype = str(spec.dtype).removeprefix("torch.")
         heads, page_tokens, content = cache.shape[1:]
         wanted = sum(tensor.row_shape[1] for tensor in declared)
-        if content != wanted or any(t.dtype != dtype or t.row_shape[0] != heads for t in declared):
+        start, _ = self._heads(declared[0])
+        if content != wanted or any(t.dtype != dtype or self._heads(t) != (start, start + heads) for t in declared):
             raise _unsupported(
                 f"vLLM's layer {name} has {heads} heads of {content} {dtype}; the layout says "
                 + ", ".join(f"{t.name} {list(t.row_shape)} {t.dtype}" for t in declared)
@@ -282,6 +301,8 @@ class CacheViews:
             start += tensor.row_shape[1]
 
     def _add_states(self, group_id: int, name: str, spec: Any, cache: torch.Tensor, layer: LayerLayout) -> None:
+        if self._ranks.size > 1:
+            raise _unsupported(f"vLLM's layer {name} keeps a recurrent state: use one rank (--tensor-parallel-size 1)")
         declared = [tensor for tensor in layer.tensors if tensor.extent is Extent.STATE]
         if len(declared) != len(spec.shapes):
             raise _unsupported(f"vLLM's layer {name} keeps {len(spec.shapes)} states; the layout says {len(declared)}")
@@ -301,6 +322,22 @@ class CacheViews:
                 group_id, block_tokens, pages, offset, tuple(shape), dtype, to_wire, from_wire
             )
             offset += prod(shape) * dtype.itemsize
+
+
+def _tensors(layer: LayerLayout, chunk: ChunkSpec) -> list[TensorSpec]:
+    """The tensors in one chunk, in order."""
+    return [tensor for tensor in layer.tensors if (tensor.extent is Extent.STATE) == chunk.is_state]
+
+
+def _payload(pieces: Sequence[torch.Tensor], payload_bytes: int) -> memoryview:
+    payload = torch.empty(payload_bytes, dtype=torch.uint8)
+    offset = 0
+    for piece in pieces:
+        size = piece.numel() * piece.element_size()
+        payload[offset : offset + size].view(piece.dtype).view(piece.shape).copy_(piece)
+        offset += size
+    assert offset == payload_bytes, (offset, payload_bytes)
+    return payload.numpy().data.cast("B").toreadonly()
 
 
 def _turning(

@@ -15,6 +15,8 @@ from farfill.engines.vllm.step import (
     BeginLoad,
     BeginSend,
     BlockTable,
+    LoadNews,
+    LoadVerdict,
     Refusal,
     RefuseLoad,
     SaveRows,
@@ -56,10 +58,11 @@ class _News:
     refused_sends: list[Refusal]
     unneeded: list[str]
     ended: list[str]
+    verdicts: list[LoadVerdict]
 
 
 def _no_news() -> _News:
-    return _News([], [], [], [], [])
+    return _News([], [], [], [], [], [])
 
 
 class SchedulerSide:
@@ -150,8 +153,13 @@ class SchedulerSide:
             refused_sends=tuple(news.refused_sends),
             unneeded=tuple(news.unneeded),
             ended=tuple(news.ended),
+            verdicts=tuple(news.verdicts),
             idle=output.total_num_scheduled_tokens == 0,
         )
+
+    def heard(self, news: LoadNews) -> None:
+        """Rank 0's verdicts, for all ranks to carry out in the next step."""
+        self._news.verdicts.extend(news.verdicts)
 
     def finished(self, request: "Request") -> dict[str, Any] | None:
         """vLLM is done with a request, whatever the reason. Returns what its response says of a prefill leg.

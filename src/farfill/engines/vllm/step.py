@@ -5,7 +5,7 @@ A block table is, for each of vLLM's KV cache groups, the request's block ids in
 
 from dataclasses import dataclass
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from farfill.transfer.spec import TransferSpec
 
@@ -62,11 +62,31 @@ class RefuseLoad:
     refusal: Refusal
 
 
+@dataclass(frozen=True, slots=True)
+class LoadVerdict:
+    """Rank 0's word on a load: VERIFIED, so that all ranks install it in the same step, or not to be."""
+
+    request_id: str
+    is_verified: bool
+
+
+@dataclass(frozen=True)
+class LoadNews(KVConnectorWorkerMetadata):
+    """What rank 0 tells the scheduler side, where there are several ranks."""
+
+    verdicts: tuple[LoadVerdict, ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadNews":
+        assert isinstance(other, LoadNews)
+        return LoadNews(self.verdicts + other.verdicts)
+
+
 @dataclass(frozen=True)
 class StepPlan(KVConnectorMetadata):
     """One step.
 
     Attributes:
+        verdicts: loads that all ranks conclude in this step; only where there are several ranks.
         unneeded: decode legs whose prefix was in the local cache: transfer ids for which nothing will move.
         ended: requests that vLLM has finished or aborted; what is under way for them is cancelled.
         idle: no forward runs in this step, so nobody is kept waiting by a short wait in it.
@@ -79,4 +99,5 @@ class StepPlan(KVConnectorMetadata):
     refused_sends: tuple[Refusal, ...] = ()
     unneeded: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
+    verdicts: tuple[LoadVerdict, ...] = ()
     idle: bool = False

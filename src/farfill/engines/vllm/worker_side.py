@@ -18,11 +18,12 @@ from farfill.engines.vllm.control import ControlServer
 from farfill.engines.vllm.identity import ServedModel
 from farfill.engines.vllm.kv_views import CacheViews
 from farfill.engines.vllm.ledger import Ledger
+from farfill.engines.vllm.ranks import own_ranks
 from farfill.engines.vllm.receiving import Loads, LoadsEnded
 from farfill.engines.vllm.results import Results
 from farfill.engines.vllm.sending import Sends
 from farfill.engines.vllm.stats import FarfillStats
-from farfill.engines.vllm.step import StepPlan
+from farfill.engines.vllm.step import LoadNews, StepPlan
 from farfill.errors import OperationError
 from farfill.kv.layout import layout_to_builtins
 from farfill.kv.spec import WIRE_VERSION
@@ -58,19 +59,21 @@ class WorkerSide:
         """Raises ConfigurationError: see `CacheViews` and `ControlServer`."""
         settings, model = self._settings, self._model
         layers = vllm_config.compilation_config.static_forward_context
-        views = CacheViews(model.layout, config, kv_caches, layers)
+        ranks = own_ranks()
+        views = CacheViews(model.layout, config, kv_caches, layers, ranks)
         results = Results()
         labels = WorkerLabels(VERSION, "vllm", model.name, settings.role.value, settings.site)
         metrics = WorkerMetrics(labels, engine_stats=EngineStats)
-        self._control = ControlServer(settings, results, metrics.registry, self._describe)
-        tls = None if settings.tls is None else client_context(settings.tls)
-        self._node = TransferNode(
-            settings.name, self._control.store.local(settings.name), tls, connections_per_peer=settings.connections
-        )
         self._ledger = Ledger(results, metrics)
+        if ranks.is_first:
+            self._control = ControlServer(settings, results, metrics.registry, self._describe)
+            tls = None if settings.tls is None else client_context(settings.tls)
+            self._node = TransferNode(
+                settings.name, self._control.store.local(settings.name), tls, connections_per_peer=settings.connections
+            )
         self._sends = Sends(self._node, model, views, self._instance, self._ledger)
-        self._loads = Loads(self._node, model, views, self._instance, self._ledger)
-        if settings.ready_file is not None:
+        self._loads = Loads(self._node, model, views, self._instance, self._ledger, ranks)
+        if self._control is not None and settings.ready_file is not None:
             write_ready_file(
                 settings.ready_file,
                 {
@@ -98,6 +101,8 @@ class WorkerSide:
             self._loads.begin(load)
         for refused in plan.refused_loads:
             self._loads.refuse(refused)
+        for verdict in plan.verdicts:
+            self._loads.conclude(verdict)
 
     def save(self, plan: StepPlan) -> None:
         """After the step's forward."""
@@ -111,12 +116,17 @@ class WorkerSide:
             return LoadsEnded(frozenset(), frozenset())
         return self._loads.collect(_IDLE_WAIT_S if plan.idle else 0.0)
 
+    def take_news(self) -> LoadNews | None:
+        """See `Loads.take_news`."""
+        return None if self._loads is None else self._loads.take_news()
+
     def take_stats(self) -> FarfillStats | None:
-        return None if self._ledger is None else self._ledger.take_stats()
+        """Rank 0's: the others would count the same requests again."""
+        return None if self._ledger is None or self._control is None else self._ledger.take_stats()
 
     def stop(self) -> None:
         """Idempotent."""
-        if self._settings.ready_file is not None:
+        if self._control is not None and self._settings.ready_file is not None:
             self._settings.ready_file.unlink(missing_ok=True)
         if self._node is not None:
             self._node.close()
