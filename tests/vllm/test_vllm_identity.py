@@ -87,7 +87,6 @@ def test_a_difference_is_named(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
-        ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
         ({"pipeline_parallel_size": 2}, "pipeline-parallel-size"),
         ({"data_parallel_size": 2}, "data-parallel-size"),
         ({"speculative_config": object()}, "speculative-config"),
