@@ -108,20 +108,26 @@ class Cluster:
     def metrics(self, node: Node) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         return read_metrics(node.url, self.peer_context())
 
-    def store(self, node: Node) -> dict[str, Any]:
+    def ask(self, node: Node, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        """A GET, or a POST of `body`, as a peer with a gateway's certificate: status and JSON answer."""
         parts = urlsplit(node.url)
         assert parts.hostname is not None
         connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=10, context=self.peer_context())
         try:
-            connection.request("GET", "/farfill/v1/store/status")
-            status = json.loads(connection.getresponse().read())
-            assert isinstance(status, dict)
-            return status
+            if body is None:
+                connection.request("GET", path)
+            else:
+                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+            assert isinstance(answer, dict)
+            return response.status, answer
         finally:
             connection.close()
 
     def is_store_free(self, node: Node) -> bool:
-        ledger = self.store(node)["ledger"]
+        _, status = self.ask(node, "/farfill/v1/store/status")
+        ledger = status["ledger"]
         assert isinstance(ledger, dict)
         return bool(ledger["free_bytes"] == ledger["total_bytes"]) and ledger["gets_parked"] == 0
 

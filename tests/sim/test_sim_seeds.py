@@ -71,6 +71,7 @@ def test_the_seeds_do_what_they_are_for() -> None:
         "refused store_full": 2,
         "error fallback_exhausted": 5,
         "receive failed transfer_stalled": 5,
+        "stores asked by a receiver": 4,
         "send failed transfer_stalled": 2,
         "renewals": 100,
         "error event connection_lost": 3,
