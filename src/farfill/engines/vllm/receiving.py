@@ -114,8 +114,9 @@ class Loads:
         Args:
             wait_s: how long to wait for one of them to end, if none has.
         """
-        if self._ranks.is_first and self._loads and not self._ended.ended:
-            self._arrived.wait(wait_s)
+        if self._loads and not self._ended.ended:
+            # Ranks that are not told of an end wait a little too: vLLM polls for its next step, and would take a core.
+            self._arrived.wait(wait_s if self._ranks.is_first else wait_s / 4)
         self._arrived.clear()
         if self._ranks.size == 1:
             for request_id, load in list(self._loads.items()):
