@@ -123,6 +123,29 @@ def test_without_one_chunk_it_is_not_verified(missing: int) -> None:
     assert opened(receiver, missing) == [SendVerified(A), Verify()]
 
 
+def test_what_this_side_holds_is_not_asked_for_and_all_else_is_needed() -> None:
+    receiver = ReceiverMachine([100] * 4, CLOCKS, LinkSettings(slots=1, window_chunks=9), held=frozenset({1, 3}))
+    receiver.handle(Started(), 0.0)
+    receiver.handle(ConnectionOpened(0, A), 0.0)
+    receiver.handle(ChunkArrived(A, 0), 0.0)
+    asked = [effect.index for effect in receiver.handle(ManifestChecked(A), 0.0) if isinstance(effect, SendGet)]
+    assert asked == [2, 4, 5]
+    opened(receiver, 2)
+    assert closed(receiver, tags(4), 5) == []
+    assert opened(receiver, 4) == [SendVerified(A), Verify()]
+
+
+def test_a_closing_record_is_compared_where_this_side_holds_a_chunk_too() -> None:
+    receiver = ReceiverMachine([100] * 3, CLOCKS, ONE, held=frozenset({1}))
+    receiver.handle(Started(), 0.0)
+    receiver.handle(ConnectionOpened(0, A), 0.0)
+    receiver.handle(ChunkArrived(A, 0), 0.0)
+    receiver.handle(ManifestChecked(A), 0.0)
+    opened(receiver, 2)
+    opened(receiver, 3)
+    assert failure(closed(receiver, (tag(1), tag(3), tag(3)))) == "manifest_invalid"
+
+
 def test_without_the_closing_record_it_is_not_verified() -> None:
     receiver = machine(3, LinkSettings(slots=1, window_chunks=9))
     assert [effect for index in (1, 2, 3) for effect in opened(receiver, index)] == []

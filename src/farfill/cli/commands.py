@@ -111,6 +111,8 @@ def gateway(
 
 @farfill.command(short_help="One engine: prefill, decode, or both.")
 @configured
+@click.argument("vllm_arguments", nargs=-1, metavar="[-- VLLM_SERVE_ARGUMENTS]")
+@click.option("--engine", type=click.Choice(["hf", "vllm"]), help="What computes; vllm must be installed by you.")
 @click.option("--name", help="Its name; must be the common name of its certificate.")
 @click.option("--role", type=click.Choice([one.value for one in Role]), help="What it does.")
 @click.option("--site", help="The datacenter or machine room it stands in.")
@@ -123,6 +125,8 @@ def worker(
     settings: tuple[str, ...],
     ready_file: Path | None,
     stop_with_stdin: bool,
+    vllm_arguments: tuple[str, ...],
+    engine: str | None,
     name: str | None,
     role: str | None,
     site: str | None,
@@ -140,10 +144,12 @@ def worker(
     Examples:
       farfill worker --role both --model ~/models/my-model
       farfill worker --config east.yaml --role prefill --site east
+      farfill worker --engine vllm --role decode -- MODEL --port 8000 --max-model-len 32768
     """
     from farfill.cli import serve
 
     flags = {
+        "worker.engine": engine,
         "worker.name": name,
         "worker.role": role,
         "worker.site": site,
@@ -152,7 +158,15 @@ def worker(
         "worker.port": port,
         "worker.data_port": data_port,
     }
-    serve.worker(effective(file, settings, flags).config, ready_file, stop_with_stdin)
+    config = effective(file, settings, flags).config
+    if config.worker.engine == "vllm":
+        if stop_with_stdin:
+            raise click.UsageError("--stop-with-stdin is not for --engine vllm: the process becomes vLLM's own")
+        serve.vllm_worker(config, ready_file, vllm_arguments)
+        return
+    if vllm_arguments:
+        raise click.UsageError(f"{vllm_arguments[0]!r}: arguments after -- are for --engine vllm")
+    serve.worker(config, ready_file, stop_with_stdin)
 
 
 @farfill.command(short_help="A store between two sites.")

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from farfill import tls
@@ -42,6 +43,15 @@ def worker(config: Config, ready_file: Path | None, stop_with_stdin: bool) -> No
     _begin(stop_with_stdin)
     engine = _open_engine(config.worker, folder)
     asyncio.run(serve_worker(worker_settings(config, ready_file), engine))
+
+
+def vllm_worker(config: Config, ready_file: Path | None, arguments: Sequence[str]) -> None:
+    """Becomes a vLLM server with the connector; does not return."""
+    check_worker(config)
+    _check_identity("worker", config.worker.name, config)
+    from farfill.cli.vllm_worker import run
+
+    run(config, ready_file, arguments)
 
 
 def relay(config: Config, ready_file: Path | None, stop_with_stdin: bool) -> None:

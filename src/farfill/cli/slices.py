@@ -25,7 +25,9 @@ def gateway_settings(config: Config, ready_file: Path | None) -> GatewaySettings
         name=gateway.name,
         host=gateway.host,
         port=gateway.port,
-        workers=tuple(WorkerAddress(one.name, one.url, one.role.value, one.site) for one in gateway.workers),
+        workers=tuple(
+            WorkerAddress(one.name, one.url, one.role.value, one.site, one.control_url) for one in gateway.workers
+        ),
         relay=RelayAddress(gateway.relay.name, gateway.relay.url) if gateway.relay is not None else None,
         tenants=tuple(Tenant(one.name, one.api_key) for one in gateway.tenants),
         router=RouterSettings(gateway.threshold_tokens, gateway.placement),

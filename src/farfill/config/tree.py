@@ -38,6 +38,13 @@ class WorkerPeer(Struct, frozen=True, kw_only=True):
     url: Annotated[str, Meta(pattern="^https?://", description="base URL of its API: https://host:port")]
     role: Annotated[Role, Meta(description="what it may be used for")]
     site: Annotated[str, Meta(min_length=1, max_length=64, description="the datacenter or machine room it stands in")]
+    control_url: Annotated[
+        str,
+        Meta(
+            pattern="^(https?://.*)?$",
+            description="base URL of the connector's control API beside a vLLM; empty: `url` (farfill's own worker)",
+        ),
+    ] = ""
 
 
 class RelayPeer(Struct, frozen=True, kw_only=True):
@@ -134,7 +141,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern=_NAME, description="must be the common name of its certificate")] = "worker"
     role: Annotated[Role, Meta(description="a prefill worker serves no client")] = Role.BOTH
     site: Annotated[str, Meta(min_length=1, max_length=64, description="the datacenter or machine room")] = "local"
-    engine: Annotated[Literal["hf"], Meta(description="what computes: Hugging Face Transformers on PyTorch")] = "hf"
+    engine: Annotated[
+        Literal["hf", "vllm"],
+        Meta(description="what computes: Hugging Face Transformers on PyTorch, or vLLM with farfill's connector"),
+    ] = "hf"
     model: Annotated[
         str, Meta(description="a local Hugging Face folder; empty: the small model of `farfill model`", extra=_PATH)
     ] = ""

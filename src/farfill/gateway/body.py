@@ -153,7 +153,11 @@ def tokenize_body(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def prefill_body(model: str, token_ids: list[int], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The prefill leg's body: a whitelist. Patching the client's would carry over what contradicts `max_tokens` 1."""
+    """The prefill leg's body: a whitelist. Patching the client's would carry over what contradicts `max_tokens` 1.
+
+    Args:
+        token_ids: the prompt; for a connector, which computes all that it is given, the prompt without its last token.
+    """
     return {
         "model": model,
         "prompt": token_ids,

@@ -16,6 +16,7 @@ from yarl import URL
 from farfill.errors import FarfillError
 from farfill.gateway.body import decode_body, prefill_body
 from farfill.gateway.client_side import ANSWER_BYTES_MAX, ClientSide, end_to_end
+from farfill.gateway.connector_legs import Direction, Question, connector_decode_leg, connector_prefill_leg
 from farfill.gateway.errors import REQUEST_ID_HEADER
 from farfill.gateway.fleet import Fleet
 from farfill.gateway.legs import (
@@ -284,7 +285,9 @@ class RequestDriver:
         assert self._chosen.token_ids is not None
         assert self._reservation is not None
         params = to_kv_transfer_params(self._reservation.spec, leg="prefill")
-        body = prefill_body(self._chosen.model, self._chosen.token_ids, params)
+        question = self._question(effect.worker, "sent")
+        token_ids = self._chosen.token_ids if question is None else self._chosen.token_ids[:-1]
+        body = prefill_body(self._chosen.model, token_ids, params)
         upstream = Upstream(
             effect.worker,
             "POST",
@@ -293,7 +296,11 @@ class RequestDriver:
             msgspec.json.encode(body),
         )
         with self._up.fleet.busy(effect.worker, self._chosen.prompt_tokens):
-            await prefill_leg(self._up.session, upstream, self._prefill, self._noticing(effect.worker))
+            post = self._noticing(effect.worker)
+            if question is None:
+                await prefill_leg(self._up.session, upstream, self._prefill, post)
+            else:
+                await connector_prefill_leg(self._up.session, upstream, question, self._prefill, post)
 
     async def _run_decode(self, effect: StartDecodeLeg) -> None:
         assert self._chosen is not None
@@ -314,9 +321,22 @@ class RequestDriver:
         )
         with self._up.fleet.busy(effect.worker, self._chosen.prompt_tokens + work.output_tokens):
             post = self._noticing(effect.worker)
-            await decode_leg(self._up.session, upstream, effect.attempt, answer, post)
+            question = None if effect.epoch is None else self._question(effect.worker, "received")
+            if question is None:
+                await decode_leg(self._up.session, upstream, effect.attempt, answer, post)
+            else:
+                await connector_decode_leg(self._up.session, upstream, question, effect.attempt, answer, post)
         if answer.status == 200:
             self._up.remember(self._chosen, effect.worker)
+
+    def _question(self, worker: str, direction: Direction) -> Question | None:
+        """For a leg of a transfer at an engine with a connector; None: the worker's answer says it all."""
+        if not self._up.fleet.info(worker).connector:
+            return None
+        assert self._reservation is not None
+        control_url = self._up.fleet.workers[worker].address.control
+        spec = self._reservation.spec
+        return Question(self._up.session, worker, control_url, spec.transfer_id, direction, spec.clocks.queue_s)
 
     def _noticing(self, worker: str) -> Callable[[Event], Awaitable[None]]:
         async def post(event: Event) -> None:

@@ -147,7 +147,7 @@ class Fleet:
         try:
             async with (
                 asyncio.timeout(self._poll_s),
-                self._session.get(address.url.rstrip("/") + INFO_PATH, allow_redirects=False) as response,
+                self._session.get(address.control.rstrip("/") + INFO_PATH, allow_redirects=False) as response,
             ):
                 if response.status != 200:
                     raise await read_error(response)

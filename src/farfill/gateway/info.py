@@ -32,11 +32,15 @@ class _Wire(msgspec.Struct, frozen=True):
     version: str = ""
     wire_version: int = WIRE_VERSION
     draining: bool = False
+    connector: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """`instance` is the identity of one life of the worker's process."""
+    """`instance` is the identity of one life of the worker's process.
+
+    `connector`: it is another server's engine with farfill's connector inside (`connector_legs` says what differs).
+    """
 
     name: str
     instance: str
@@ -50,6 +54,7 @@ class WorkerInfo:
     layout: CacheLayout
     store: StoreAddress | None
     draining: bool
+    connector: bool = False
 
 
 def read_info(raw: bytes) -> WorkerInfo:
@@ -72,4 +77,5 @@ def read_info(raw: bytes) -> WorkerInfo:
         layout_from_builtins(wire.layout),
         wire.store,
         wire.draining,
+        wire.connector,
     )

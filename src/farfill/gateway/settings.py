@@ -21,12 +21,20 @@ ROLES: Final = ("prefill", "decode", "both")
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """`name` is what its certificate and its info say; `role`: "prefill", "decode" or "both"; `url` without a path."""
+    """`name` is what its certificate and its info say; `role`: "prefill", "decode" or "both"; `url` without a path.
+
+    `control_url` is where farfill's own API is, if it is not where the engine's OpenAI API is (beside vLLM).
+    """
 
     name: str
     url: str
     role: str
     site: str
+    control_url: str = ""
+
+    @property
+    def control(self) -> str:
+        return self.control_url or self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,7 @@ class GatewaySettings:
             if worker.role not in ROLES:
                 raise _invalid("gateway.workers", f"{worker.name}: the role is {worker.role!r}, not one of {ROLES}")
             self._check_url(worker.name, worker.url, "gateway.workers")
+            self._check_url(worker.name, worker.control, "gateway.workers")
         if self.relay is not None:
             self._check_url(self.relay.name, self.relay.url, "gateway.relay")
         if self.router.placement is Placement.RELAY and self.relay is None:

@@ -62,7 +62,7 @@ class ReceivedCache:
     """A VERIFIED transfer; an `ImportedCache` for the engine. Times are of `time.monotonic`.
 
     Attributes:
-        plan: every data chunk, as this side derived it.
+        plan: every data chunk, as this side derived it. held: indices of those that it had already; they did not come.
         prefix_tokens: tokens whose cache it is. cached_tokens: how many the prefill side found in its own cache.
         bytes_moved: sealed bytes that came, all chunks, repeats included.
         started_at, first_byte_at, verified_at: when it was asked for, when its first data chunk had come, when it was
@@ -77,14 +77,23 @@ class ReceivedCache:
     first_byte_at: float
     verified_at: float
     _payloads: dict[int, bytearray] = field(repr=False)
+    held: frozenset[int] = frozenset()
 
     def payload(self, index: ChunkIndex) -> memoryview:
-        """The plaintext of data chunk `index`: `plan[index - 1].payload_bytes` bytes. KeyError after `release`."""
+        """The plaintext of data chunk `index`: `plan[index - 1].payload_bytes` bytes.
+
+        KeyError after `release`, and for one that did not come because this side held it.
+        """
         return memoryview(self._payloads[index])
 
     def release(self) -> None:
         """Forgets the payloads. Idempotent; views that were handed out stay valid."""
         self._payloads.clear()
+
+
+def held_chunks(plan: Sequence[ChunkSpec], held_tokens: int) -> frozenset[int]:
+    """Indices of the chunks that who has the rows of the first `held_tokens` tokens does without. States never."""
+    return frozenset(chunk.index for chunk in plan if not chunk.is_state and chunk.token_stop <= held_tokens)
 
 
 class Incoming:
@@ -106,6 +115,7 @@ class Incoming:
         link: Link,
         timer: DeadlineTimer,
         settings: LinkSettings,
+        held_tokens: int = 0,
     ) -> None:
         self.future: Future[ReceivedCache] = Future()
         self._spec = spec
@@ -114,7 +124,8 @@ class Incoming:
         self._sealer = Sealer(spec.key, spec.transfer_id, spec.epoch)
         self._link, self._timer = link, timer
         sealed_bytes = [chunk.payload_bytes + SEAL_OVERHEAD_BYTES for chunk in plan]
-        self._machine = ReceiverMachine(sealed_bytes, spec.clocks, settings)
+        self._held = held_chunks(plan, held_tokens)
+        self._machine = ReceiverMachine(sealed_bytes, spec.clocks, settings, held=self._held)
         self._mailbox: Mailbox[ReceiverEvent] = Mailbox(self._handle, self.failed)
         self._connections: dict[ConnectionId, Connection] = {}
         self._got = _Got(started_at=time.monotonic())
@@ -280,6 +291,7 @@ class Incoming:
                 started_at=got.started_at,
                 first_byte_at=now if got.first_byte_at is None else got.first_byte_at,
                 verified_at=now,
+                held=self._held,
                 _payloads=got.payloads,
             )
         )

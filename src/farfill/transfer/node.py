@@ -104,9 +104,19 @@ class TransferNode:
         return end
 
     def receive(
-        self, spec: TransferSpec, layout: CacheLayout, fingerprint: Fingerprint, prefix_token_ids: Sequence[int]
+        self,
+        spec: TransferSpec,
+        layout: CacheLayout,
+        fingerprint: Fingerprint,
+        prefix_token_ids: Sequence[int],
+        *,
+        held_tokens: int = 0,
     ) -> Incoming:
-        """Begins to receive. Arguments and errors as `send`."""
+        """Begins to receive. Arguments and errors as `send`.
+
+        Args:
+            held_tokens: this side has the rows of so many tokens already; chunks of none but those are not fetched.
+        """
         self._check(spec, prefix_token_ids)
         end = Incoming(
             spec,
@@ -117,6 +127,7 @@ class TransferNode:
             link=self._link_to(spec.store),
             timer=self._timer,
             settings=self._new_settings(),
+            held_tokens=held_tokens,
         )
         self._watch(end)
         return end

@@ -6,8 +6,8 @@ Rules
 1. The manifest comes first; no data is asked for before it has been checked against what this side derived itself.
 2. Asked ahead per connection: bounded. What a lost connection owed is asked for again; what is here is not.
 3. A chunk that does not open is asked for again over a new connection, a few times; then the transfer fails.
-4. VERIFIED: every data chunk of the plan this machine was made with has been opened, and the closing record, opened
-   too, names exactly their tags. Nothing less.
+4. VERIFIED: every data chunk of the plan this machine was made with has been opened, but for those that this side
+   holds already, and the closing record, opened too, names exactly their tags. Nothing less.
 5. Setup, stall, produce, verify and the whole have their own clocks. Stall and produce run from the first data chunk
    on: how long prefill may take before that is not the transfer's matter.
 6. A store that is silent because prefill is slow is not a stall. When nothing has come for half of the stall clock the
@@ -153,13 +153,23 @@ class ReceiverMachine:
             record n + 1.
         clocks: all but `queue_s` are used.
         settings: connections, windows, retries.
+        held: indices of data chunks that this side has already and does not ask for.
     """
 
-    def __init__(self, sealed_bytes: Sequence[int], clocks: Clocks, settings: LinkSettings) -> None:
+    def __init__(
+        self,
+        sealed_bytes: Sequence[int],
+        clocks: Clocks,
+        settings: LinkSettings,
+        *,
+        held: frozenset[int] = frozenset(),
+    ) -> None:
         self._sizes = (0, *sealed_bytes, 0)
+        assert all(self._is_data(index) for index in held)
+        self._held = held
         self._settings = settings
         self._slots = ConnectionSlots(settings)
-        self._wanted = list(range(len(self._sizes)))  # a heap of the indices to ask for
+        self._wanted = [index for index in range(len(self._sizes)) if index not in held]  # a heap: what to ask for
         self._asked: dict[int, ConnectionId] = {}
         self._arrived: dict[int, ConnectionId] = {}  # here, being opened
         self._tags: dict[int, bytes] = {}  # of opened data chunks
@@ -267,11 +277,12 @@ class ReceiverMachine:
 
     def _is_complete(self) -> bool:
         """Rule 4, its first half: all of it is here and open."""
-        return self._is_manifest_checked and self._closing is not None and len(self._tags) == len(self._sizes) - 2
+        missing = len(self._sizes) - 2 - len(self._held) - len(self._tags)
+        return self._is_manifest_checked and self._closing is not None and missing == 0
 
     def _closing_agrees(self, closing: tuple[bytes, ...]) -> bool:
         """Rule 4, its second half."""
-        return closing == tuple(self._tags[index] for index in sorted(self._tags))
+        return all(closing[index - 1] == opened for index, opened in self._tags.items())
 
     def _may_ask(self, index: int) -> bool:
         """Rule 1."""
@@ -347,8 +358,8 @@ class ReceiverMachine:
 
     def _conclude(self) -> list[ReceiverEffect]:
         assert self._closing is not None
-        if len(self._closing) != len(self._tags):
-            detail = f"the closing record names {len(self._closing)} chunks, the plan has {len(self._tags)}"
+        if len(self._closing) != len(self._sizes) - 2:
+            detail = f"the closing record names {len(self._closing)} chunks, the plan has {len(self._sizes) - 2}"
             return [self._fail("manifest_incomplete", detail)]
         if not self._closing_agrees(self._closing):
             return [self._fail("manifest_invalid", "the closing record does not name the chunks that came")]
