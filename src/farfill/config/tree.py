@@ -1,7 +1,7 @@
 """Everything an operator can set, as one typed, frozen tree: sections, fields, defaults, ranges and what they mean.
 
 Not here: where values come from (`load`), and constants that nobody should have to tune (they stand beside their use).
-Every field says in its `Meta` what it is, in words that `farfill config show --help-fields` and the example file print;
+Every field says in its `Meta` what it is, in words that errors and the example file print;
 `extra` marks secrets (never shown) and paths (relative ones are taken from the configuration file's folder).
 """
 
