@@ -112,3 +112,40 @@ def test_bytes_are_bounded_and_the_least_recently_used_goes(kind, tiny_loaded):
     forward.extend(cache, prefixes[0], 0)
     tiny.keep(prefixes[0], CHUNK_TOKENS, cache)
     assert tiny.bytes_held == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_imported_cache_is_kept_like_a_computed_one(kind, open_tiny):
+    producer, plain = open_tiny(kind), open_tiny(kind)
+    consumer = open_tiny(kind, prefix_cache_bytes_max=BIG)
+    base = prompt_of(60)
+    for length in (33, 36):  # a prefix that ends on the grid, and one that does not
+        sent = transfer(producer, base[:length], CHUNK_TOKENS)
+        remote = run(consumer, base[:length], SAMPLING, imported=sent)
+        again, other = run(consumer, base[:length], SAMPLING), run(plain, base[:length], SAMPLING)
+        assert (again.tokens(), again.logprobs()) == (other.tokens(), other.logprobs())
+        assert (remote.tokens(), remote.logprobs()) == (other.tokens(), other.logprobs())
+        assert remote.events[-1].usage.cached_tokens == 0  # the prefill side's word, not ours
+        assert again.events[-1].usage.cached_tokens == length - 1
+        assert again.prefilled.computed_tokens == 0
+    longer, other = run(consumer, base, SAMPLING), run(plain, base, SAMPLING)
+    assert (longer.tokens(), longer.logprobs()) == (other.tokens(), other.logprobs())
+    assert longer.prefilled.cached_tokens == 32
+    assert longer.prefilled.computed_tokens == 59 - 32
+
+
+def test_a_cache_imported_on_another_grid_is_not_kept(open_tiny):
+    producer, consumer = open_tiny("llama"), open_tiny("llama", prefix_cache_bytes_max=BIG)
+    prompt = prompt_of(36)
+    run(consumer, prompt, SAMPLING, imported=transfer(producer, prompt, 5))  # the request says: on the engine's grid
+    assert cached_tokens(consumer, prompt) == 0
+    run(consumer, prompt, SAMPLING, imported=transfer(producer, prompt, 5), chunk_tokens=5)
+    assert cached_tokens(consumer, prompt, chunk_tokens=5) == 35
+
+
+def test_imported_caches_stay_within_the_bytes(open_tiny):
+    producer, consumer = open_tiny("llama"), open_tiny("llama", prefix_cache_bytes_max=10)
+    prompt = prompt_of(36)
+    run(consumer, prompt, SAMPLING, imported=transfer(producer, prompt, CHUNK_TOKENS))
+    assert consumer.stats().prefix_cache_bytes == 0
+    assert cached_tokens(consumer, prompt) == 0

@@ -113,7 +113,7 @@ class Work:
         prefix = prompt[:-1]
         if held.imported is not None:
             cached_tokens = held.imported.cached_tokens
-            yield from self._import(held.imported, held)
+            yield from self._import(held.imported, request, held)
             emit(PrefillCompleted(0, cached_tokens, len(prefix)))
         else:
             grid = request.chunk_tokens or self._chunk_tokens
@@ -178,7 +178,8 @@ class Work:
             yield
         return cached_tokens
 
-    def _import(self, imported: ImportedCache, held: Held) -> Generator[None, None, None]:
+    def _import(self, imported: ImportedCache, request: GenerationRequest, held: Held) -> Generator[None, None, None]:
+        """Builds the cache into `held.caches[0]`; the prefix cache keeps it as it keeps a computed one."""
         importer = CacheImporter(self._forward.config, self._model.layout, imported.prefix_tokens)
         held.importer = importer
         slice_bytes = 0
@@ -189,5 +190,9 @@ class Work:
                 slice_bytes = 0
                 yield
         held.caches, held.importer = [importer.finish()], None
+        grid = request.chunk_tokens or self._chunk_tokens
+        # The grid decides the numbers: a transfer on another one is not what would have been computed here.
+        if tuple(imported.plan) == plan_chunks(self._model.layout, imported.prefix_tokens, grid):
+            self._prefix_cache.keep(request.prompt_token_ids[:-1], grid, held.caches[0])
         held.release_imported()
         self._totals.imported_tokens += imported.prefix_tokens
