@@ -72,6 +72,19 @@ async def test_each_class_of_failure_falls_back_and_is_counted(
     assert f'farfill_gateway_fallbacks_total{{class="{error.failure_class.value}"}} 1.0' in metrics
 
 
+async def test_the_log_says_why_a_request_fell_back(
+    fleet: Cluster, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.prefill.fail["prefill"] = OperationError("engine_failed", "its engine crashed")
+    answer = await client.post("/v1/completions", json=body())
+    assert_fell_back(answer, FailureClass.TRANSPORT)
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "falls back" in r.getMessage()]
+    assert len(lines) == 1
+    for part in (answer.headers["x-request-id"], "[engine_failed]", "its engine crashed", "remote", "east-1", "west-1"):
+        assert part in lines[0]
+    await fleet.site.until(lambda: fleet.site.held == 0)
+
+
 def test_the_failures_name_every_class() -> None:
     assert {error.failure_class for _, error in FAILURES} == set(FailureClass)
 

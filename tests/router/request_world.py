@@ -21,6 +21,7 @@ from farfill.router.messages import (
     Effect,
     EndResponse,
     Event,
+    FellBack,
     Forward,
     LeaseNotRenewed,
     LeaseRenewed,
@@ -199,6 +200,9 @@ class World:
                 leg = self.decodes[effect.attempt]
                 check(not leg.ended and not leg.aborted, "aborted a closed leg")
                 leg.aborted = True
+            case FellBack():
+                check(self.head is None, "fell back after the head")
+                check(effect.failure_class is self.machine.fallbacks[-1], "a fallback of another class than recorded")
             case SendHead():
                 check(self.head is None, "two heads")
                 check(isinstance(event, DecodeLegStarted), "a head without a started leg")

@@ -29,6 +29,7 @@ from farfill.router.messages import (
     DecodeLegStarted,
     EndResponse,
     Event,
+    FellBack,
     Forward,
     LeaseNotRenewed,
     LeaseRenewed,
@@ -63,6 +64,12 @@ def run(world: World, *events: Event) -> list[object]:
     for event in events:
         effects = list(world.feed(event))
     return effects
+
+
+def fell_back(error: FarfillError, following: str = "d0") -> FellBack:
+    """What the log gets of a remote request's first fallback."""
+    assert error.failure_class is not None
+    return FellBack(error, error.failure_class, Path.REMOTE, "p0", "d0", following)
 
 
 def outcome(world: World) -> RecordOutcome:
@@ -154,14 +161,14 @@ def test_a_response_that_moved_nothing_does_not_say_remote() -> None:
 def test_the_first_failure_of_a_leg_cancels_the_other_and_releases_before_the_fallback_starts() -> None:
     world = new_world()
     effects = run(world, PathChosen(REMOTE), GRANT, PrefillLegAccepted(), PrefillLegFailed(CUT))
-    assert effects == [AbortDecodeLeg(0), ReleaseLease(TRANSFER, 3), StartDecodeLeg(1, "d0", None)]
+    assert effects == [fell_back(CUT), AbortDecodeLeg(0), ReleaseLease(TRANSFER, 3), StartDecodeLeg(1, "d0", None)]
     assert run(world, DecodeLegStarted(1)) == [SendHead(Path.LOCAL, "fallback:transport", None, 0)]
 
 
 def test_a_decode_leg_that_failed_cancels_the_prefill_leg() -> None:
     world = new_world()
     effects = run(world, PathChosen(REMOTE), GRANT, DecodeLegFailed(0, CUT))
-    assert effects == [AbortPrefillLeg(), ReleaseLease(TRANSFER, 3), StartDecodeLeg(1, "d0", None)]
+    assert effects == [fell_back(CUT), AbortPrefillLeg(), ReleaseLease(TRANSFER, 3), StartDecodeLeg(1, "d0", None)]
 
 
 @pytest.mark.parametrize("how_far", range(6))
@@ -231,7 +238,7 @@ def test_the_policy_decides_by_class(failure_class: FailureClass, answer: typing
 @pytest.mark.parametrize("error", [*ERRORS[:-1]], ids=lambda error: error.code)
 def test_a_reservation_that_is_refused_falls_back_without_a_release(error: FarfillError) -> None:
     world = new_world()
-    assert run(world, PathChosen(REMOTE), ReserveFailed(error)) == [StartDecodeLeg(1, "d0", None)]
+    assert run(world, PathChosen(REMOTE), ReserveFailed(error)) == [fell_back(error), StartDecodeLeg(1, "d0", None)]
     assert world.released == 0
 
 
@@ -285,7 +292,10 @@ def test_a_decode_worker_that_takes_nobody_is_not_asked_a_second_time() -> None:
 def test_a_local_request_moves_to_the_next_worker_while_there_is_one() -> None:
     world = new_world(choice=LOCAL)
     full = OverloadError("queue_full", "full")
-    assert run(world, PathChosen(LOCAL), DecodeLegFailed(0, full)) == [StartDecodeLeg(1, "d1", None)]
+    assert run(world, PathChosen(LOCAL), DecodeLegFailed(0, full)) == [
+        FellBack(full, FailureClass.OVERLOAD, Path.LOCAL, None, "d0", "d1"),
+        StartDecodeLeg(1, "d1", None),
+    ]
     run(world, DecodeLegFailed(1, full))
     assert outcome(world).code == "queue_full"
 
@@ -353,7 +363,10 @@ def test_a_renewal_that_failed_is_tried_again_until_the_lease_is_over() -> None:
         assert run(world, Tick()) == [RenewLease(TRANSFER, 3)]
         assert run(world, LeaseNotRenewed(CUT)) == []
     world.now = 9.0
-    assert run(world, Tick()) == [AbortPrefillLeg(), AbortDecodeLeg(0), StartDecodeLeg(1, "d0", None)]
+    effects = run(world, Tick())
+    assert isinstance(effects[0], FellBack)
+    assert (effects[0].error.code, effects[0].prefill_worker) == ("lease_expired", "p0")
+    assert effects[1:] == [AbortPrefillLeg(), AbortDecodeLeg(0), StartDecodeLeg(1, "d0", None)]
     assert world.machine.fallbacks == (FailureClass.MISS,)
 
 

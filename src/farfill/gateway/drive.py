@@ -40,6 +40,7 @@ from farfill.router.messages import (
     Effect,
     EndResponse,
     Event,
+    FellBack,
     Forward,
     LeaseNotRenewed,
     LeaseRenewed,
@@ -169,6 +170,12 @@ class RequestDriver:
                 self._tasks["prefill"].cancel()
             case AbortDecodeLeg():
                 self._tasks["decode"].cancel()
+            case FellBack():
+                _log.warning(
+                    "request %s falls back to local prefill at %s: %s, [%s] %s; was path %s, prefill %s, decode %s",
+                    self._work.request_id, effect.next_worker, effect.failure_class.value, effect.error.code,
+                    effect.error.message, effect.path.value, effect.prefill_worker, effect.decode_worker,
+                )  # fmt: skip
             case RecordOutcome():
                 self.outcome = effect
                 self._up.recorder.ended(effect, self._work.tenant)

@@ -181,6 +181,23 @@ class AbortDecodeLeg:
 
 
 @dataclass(frozen=True, slots=True)
+class FellBack:
+    """For the log: this failure is why the request starts again on the local path, at `next_worker`.
+
+    Attributes:
+        path: the one that failed; `prefill_worker` is None where that was local already.
+        decode_worker: the one whose leg was given up; it may be the next one too.
+    """
+
+    error: FarfillError
+    failure_class: FailureClass
+    path: Path
+    prefill_worker: str | None
+    decode_worker: str
+    next_worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class SendHead:
     """The response's head may go to the client now. `transfer_id` is None where no transfer fed this response."""
 
@@ -249,6 +266,7 @@ Effect = (
     | StartDecodeLeg
     | AbortPrefillLeg
     | AbortDecodeLeg
+    | FellBack
     | SendHead
     | Forward
     | EndResponse

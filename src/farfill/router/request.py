@@ -36,6 +36,7 @@ from farfill.router.messages import (
     Effect,
     EndResponse,
     Event,
+    FellBack,
     Forward,
     LeaseNotRenewed,
     LeaseRenewed,
@@ -338,11 +339,24 @@ class RequestMachine:
                 now,
             )
         assert error.failure_class is not None
+        fell_back = self._fell_back(error, error.failure_class, worker)
         given_up = self._give_up()
         self._fallbacks.append(error.failure_class)
         self._legs.worker = worker
         self._legs.attempt += 1
-        return [*given_up, *self._start_local()]
+        return [fell_back, *given_up, *self._start_local()]
+
+    def _fell_back(self, error: FarfillError, failure_class: FailureClass, following: int) -> FellBack:
+        assert self._choice is not None
+        first = not self._fallbacks  # a second one falls back from the local path
+        return FellBack(
+            error,
+            failure_class,
+            self._choice.path if first else Path.LOCAL,
+            self._choice.prefill_worker if first else None,
+            self._choice.decode_workers[self._legs.worker],
+            self._choice.decode_workers[following],
+        )
 
     def _start_local(self) -> list[Effect]:
         assert self._choice is not None

@@ -253,6 +253,8 @@ class RequestSession:
             case m.AbortDecodeLeg():
                 if self._decode_end is not None:
                     self._decode_end.close()
+            case m.FellBack():
+                checkers.count(f"fell back {effect.error.code}")
             case m.SendHead():
                 checkers.head_sent(record, effect.path, effect.reason, effect.transfer_id, effect.kv_bytes)
             case m.Forward():
