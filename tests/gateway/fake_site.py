@@ -19,12 +19,29 @@ from aiohttp import web
 from farfill.errors import ClientError, FarfillError, OperationError
 from farfill.gateway.gateway import Gateway
 from farfill.gateway.serve import running_gateway
-from farfill.gateway.settings import FallbackRules, GatewayClocks, GatewaySettings, Limits, Tenant, WorkerAddress
+from farfill.gateway.settings import (
+    FallbackRules,
+    GatewayClocks,
+    GatewaySettings,
+    Limits,
+    RelayAddress,
+    Tenant,
+    WorkerAddress,
+)
 from farfill.kv.fingerprint import Convertible, Fingerprint, Informational, MustEqual, fingerprint_to_builtins
 from farfill.kv.layout import layout_digest, layout_to_builtins
 from farfill.kv.spec import CacheLayout, Extent, LayerKind, LayerLayout, TensorSpec
 from farfill.router.policy import Placement, RouterSettings
-from farfill.store.protocol import Granted, Release, Released, Renew, Renewed, Reserve
+from farfill.store.protocol import (
+    Granted,
+    LedgerSnapshot,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Reserve,
+    StoreStatus,
+)
 from farfill.transfer.spec import Clocks, StoreAddress, TransferSpec, from_kv_transfer_params
 
 MODEL = "fake"
@@ -88,6 +105,8 @@ class FakeWorker:
     hold: dict[str, asyncio.Event] = field(default_factory=dict)
     cut_after: int | None = None
     says_nothing_moved: bool = False
+    store_bytes: int = 2**30
+    draining: bool = False
     lease_s: float | None = None  # granted instead of what was asked
     seen: list[tuple[str, Mapping[str, str], dict[str, Any]]] = field(default_factory=list)
     active: Counter[str] = field(default_factory=Counter)
@@ -107,6 +126,7 @@ class FakeWorker:
         app.router.add_get("/v1/endless", self._endless)
         for name in ("reserve", "renew", "release"):
             app.router.add_post(f"/farfill/v1/store/{name}", getattr(self, f"_{name}"))
+        app.router.add_get("/farfill/v1/store/status", self._store_status)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.05)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", port)
@@ -273,6 +293,10 @@ class FakeWorker:
         except FarfillError as error:
             return _error(error)
 
+    async def _store_status(self, request: web.Request) -> web.Response:
+        ledger = LedgerSnapshot(self.store_bytes, self.store_bytes, 0, 0, 0, 0)
+        return _json(StoreStatus(StoreAddress(f"store-{self.name}", self.url, "127.0.0.1", 1), ledger, self.draining))
+
     async def _renew(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=Renew)
         lease = self.site.leases[asked.transfer_id]
@@ -325,11 +349,12 @@ def _error(error: FarfillError) -> web.Response:
 
 @dataclass
 class Cluster:
-    """A prefill worker in site east, a decode worker in site west, and a gateway."""
+    """A prefill worker in site east, a decode worker in site west, a gateway, and a relay (no more than its store)."""
 
     site: Site
     prefill: FakeWorker
     decode: FakeWorker
+    relay: FakeWorker
     workers: list[FakeWorker]
     gateway: Gateway
     url: str
@@ -353,11 +378,13 @@ async def cluster(
     first = FakeWorker(site, "east-1", "prefill", "east", weights=weights)
     second = FakeWorker(site, "west-1", "decode", "west")
     workers = [second, *([first] if prefill else []), *(FakeWorker(site, *one) for one in more)]
-    for worker in workers:
+    relay = FakeWorker(site, "relay", "both", "hub")
+    for worker in (*workers, relay):
         await worker.start()
     settings = GatewaySettings(
         workers=tuple(worker.address for worker in workers),
         port=0,
+        relay=RelayAddress("relay", relay.url),
         tenants=tenants,
         router=RouterSettings(threshold, placement),
         chunk_tokens=16,
@@ -367,10 +394,10 @@ async def cluster(
     )
     try:
         async with running_gateway(settings) as running:
-            yield Cluster(site, first, second, workers, running.gateway, running.url)
+            yield Cluster(site, first, second, relay, workers, running.gateway, running.url)
         assert running.gateway.admission.requests == 0
         assert all(worker.outstanding_tokens == 0 for worker in running.gateway.fleet.workers.values())
         assert site.held == 0, "a lease was left"
     finally:
-        for worker in workers:
+        for worker in (*workers, relay):
             await worker.stop()

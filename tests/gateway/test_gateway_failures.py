@@ -16,6 +16,7 @@ from farfill.gateway.mailbox import Mailbox
 from farfill.gateway.settings import FallbackRules, GatewayClocks, Limits
 from farfill.router.budget import FallbackPolicy
 from farfill.router.messages import ReserveGranted
+from farfill.router.policy import Placement
 from farfill.transfer.spec import Clocks
 
 LONG = "a long prompt that is well over the threshold of the gateway"
@@ -112,6 +113,59 @@ async def test_the_budget_of_fallbacks_ends() -> None:
         assert answer.json()["error"]["code"] == "fallback_exhausted"
         assert int(answer.headers["retry-after"]) > 900
         await fleet.site.until(lambda: fleet.site.held == 0)
+
+
+async def test_a_dead_relay_costs_one_fallback_then_requests_stay_local_until_it_is_back() -> None:
+    async with (
+        cluster(placement=Placement.RELAY, fallback=FallbackRules(burst=1, per_s=0.001)) as fleet,
+        httpx.AsyncClient(base_url=fleet.url) as client,
+    ):
+        port = int(fleet.relay.url.rsplit(":", 1)[1])
+        assert (await client.post("/v1/completions", json=body())).headers["x-farfill-path"] == "remote"
+        await fleet.relay.stop()
+        assert_fell_back(await client.post("/v1/completions", json=body()), FailureClass.TRANSPORT)
+        for number in range(3):  # the budget is used up, and not asked for
+            answer = await client.post("/v1/completions", json=body(f"{number}: {LONG}"))
+            assert answer.status_code == 200
+            assert answer.headers["x-farfill-path"] == "local"
+            assert answer.headers["x-farfill-reason"] == "relay_unavailable"
+        assert "farfill_gateway_relay_up 0.0" in (await client.get("/metrics")).text
+        await fleet.relay.start(port)
+        assert fleet.gateway.relay is not None
+        await fleet.gateway.relay.look()
+        answer = await client.post("/v1/completions", json=body("one more: " + LONG))
+        assert answer.headers["x-farfill-path"] == "remote"
+        assert "farfill_gateway_relay_up 1.0" in (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("draining", [False, True])
+async def test_a_look_finds_a_relay_that_is_down_or_drains(draining: bool) -> None:
+    async with (
+        cluster(placement=Placement.RELAY) as fleet,
+        httpx.AsyncClient(base_url=fleet.url) as client,
+    ):
+        if draining:
+            fleet.relay.draining = True
+        else:
+            await fleet.relay.stop()
+        assert fleet.gateway.relay is not None
+        await fleet.gateway.relay.look()
+        answer = await client.post("/v1/completions", json=body())
+        assert answer.headers["x-farfill-reason"] == "relay_unavailable"
+        assert not fleet.site.leases
+
+
+async def test_a_prompt_that_never_fits_the_relay_stays_local_and_uses_no_fallback() -> None:
+    async with (
+        cluster(placement=Placement.RELAY) as fleet,
+        httpx.AsyncClient(base_url=fleet.url) as client,
+    ):
+        fleet.relay.store_bytes = 1024
+        assert fleet.gateway.relay is not None
+        await fleet.gateway.relay.look()
+        answer = await client.post("/v1/completions", json=body())
+        assert (answer.headers["x-farfill-path"], answer.headers["x-farfill-reason"]) == ("local", "exceeds_store")
+        assert not fleet.site.leases
 
 
 async def test_a_prefill_worker_killed_in_the_middle_is_a_fallback(fleet: Cluster, client: httpx.AsyncClient) -> None:

@@ -62,6 +62,15 @@ def test_an_incompatible_worker_is_passed_over_for_a_compatible_one() -> None:
     assert choice.prefill_worker == "east-2"
 
 
+@pytest.mark.parametrize("placement", list(Placement))
+def test_without_its_relay_a_request_stays_local_and_only_the_relays_placement_needs_it(placement: Placement) -> None:
+    choice = choose_path(facts(), [WEST], [EAST], {}, RouterSettings(100, placement), relay_up=False)
+    if placement is Placement.RELAY:
+        assert (choice.path, choice.reason, choice.prefill_worker) == (Path.LOCAL, "relay_unavailable", None)
+    else:
+        assert (choice.path, choice.reason) == (Path.REMOTE, "above_threshold")
+
+
 def test_no_decode_worker_is_an_overload_that_says_when_to_come_back() -> None:
     for decode in ([], [WorkerFacts("west-1", "west", "m", up=False)], [WorkerFacts("west-1", "west", "other")]):
         with pytest.raises(OverloadError) as caught:

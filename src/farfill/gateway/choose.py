@@ -14,11 +14,15 @@ from farfill.errors import ClientError, FarfillError, OperationError, OverloadEr
 from farfill.gateway.body import token_ids_given, tokenize_body
 from farfill.gateway.errors import REQUEST_ID_HEADER
 from farfill.gateway.fleet import Fleet
+from farfill.gateway.relay import RelayWatch
+from farfill.gateway.stores import Stores
 from farfill.gateway.upstream import failure_of, read_error
 from farfill.gateway.work import Chosen, Work
 from farfill.kv.prefix import prefix_block_hashes, prefix_salt
 from farfill.router.policy import (
     NO_WORKER_RETRY_S,
+    Choice,
+    Path,
     RequestFacts,
     RouterSettings,
     WorkerFacts,
@@ -41,10 +45,19 @@ class Chooser:
     """Chooses for every request of a gateway."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, fleet: Fleet, index: PrefixIndex, rules: RouterSettings, setup_s: float
+        self,
+        session: aiohttp.ClientSession,
+        fleet: Fleet,
+        relay: RelayWatch | None,
+        stores: Stores,
+        index: PrefixIndex,
+        rules: RouterSettings,
+        setup_s: float,
     ) -> None:
         self._session = session
         self._fleet = fleet
+        self._relay = relay
+        self._stores = stores
         self._index = index
         self._rules = rules
         self._setup_s = setup_s
@@ -97,8 +110,11 @@ class Chooser:
         facts = RequestFacts(model, count, cached, blocker)
         choice = choose_path(
             facts, self._fleet.facts(*DECODERS), self._fleet.facts(*PREFILLERS), self._fleet.incompatible,
-            rules or self._rules,
+            rules or self._rules, relay_up=self._relay is None or self._relay.up,
         )  # fmt: skip
+        if choice.path is not Path.LOCAL and not await self._stores.can_hold(choice, count):
+            # To ask the store would fail every time, and use up the fallbacks that others need.
+            choice = Choice(Path.LOCAL, "exceeds_store", choice.decode_workers)
         return Chosen(choice, model, tokens, count, names)
 
     def remember(self, chosen: Chosen, worker: str) -> None:

@@ -17,6 +17,7 @@ from farfill.gateway.drive import RequestDriver, Upstreams
 from farfill.gateway.fleet import Fleet
 from farfill.gateway.legs import tracing
 from farfill.gateway.mailbox import Background
+from farfill.gateway.relay import RelayWatch
 from farfill.gateway.settings import GatewaySettings
 from farfill.gateway.stores import Stores
 from farfill.gateway.tenants import Tenants
@@ -26,6 +27,7 @@ from farfill.kv.spec import TransferId
 from farfill.observe.gateway_metrics import FleetReading, GatewayMetrics, WorkerReading
 from farfill.router.budget import FallbackBudget, FallbackPolicy
 from farfill.router.messages import RecordOutcome
+from farfill.router.policy import Placement
 from farfill.router.prefix_index import PrefixIndex
 from farfill.router.request import RequestMachine, RequestRules
 from farfill.tls import client_context
@@ -87,24 +89,30 @@ class Gateway:
         self._session = open_session(tls, setup_s, tracing())
         index = PrefixIndex()
         self.fleet = Fleet(self._session, settings.workers, settings.clocks.poll_s, index.forget_worker)
-        self.choose = Chooser(self._session, self.fleet, index, settings.router, setup_s)
+        self.relay: RelayWatch | None = None
+        if settings.relay is not None and settings.router.placement is Placement.RELAY:
+            self.relay = RelayWatch(self._session, settings.relay, settings.clocks.poll_s)
+        stores = Stores(self._session, self.fleet, self.relay, settings)
+        self.choose = Chooser(self._session, self.fleet, self.relay, stores, index, settings.router, setup_s)
         self.metrics = GatewayMetrics(VERSION, self._read_fleet, lambda: self.admission.requests)
         self._upstreams = Upstreams(
             self._session,
             self.fleet,
-            Stores(self._session, self.fleet, settings),
+            stores,
             self._background,
             self.metrics,
             self.choose.remember,
         )
 
     async def start(self) -> None:
-        """Looks at every worker once. One that is down does not keep the gateway from starting."""
-        await self.fleet.start()
+        """Looks at every worker, and the relay, once. One that is down does not keep the gateway from starting."""
+        await asyncio.gather(self.fleet.start(), *(() if self.relay is None else (self.relay.start(),)))
 
     async def stop(self) -> None:
         """After the last request: gives leases back, then closes all connections."""
         await self.fleet.stop()
+        if self.relay is not None:
+            await self.relay.stop()
         await self._background.finish()
         await self._session.close()
 
@@ -137,4 +145,4 @@ class Gateway:
             for decode in self.fleet.facts("decode", "both")
             if prefill.name != decode.name and prefill.model == decode.model
         )
-        return FleetReading(workers, pairs)
+        return FleetReading(workers, pairs, None if self.relay is None else self.relay.up)

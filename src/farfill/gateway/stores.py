@@ -13,6 +13,7 @@ import aiohttp
 
 from farfill.errors import FarfillError, OperationError, OverloadError, PeerError
 from farfill.gateway.fleet import Fleet
+from farfill.gateway.relay import RelayWatch
 from farfill.gateway.settings import GatewaySettings
 from farfill.kv.layout import layout_digest
 from farfill.kv.plan import plan_chunks, transfer_bytes
@@ -39,11 +40,24 @@ class Reservation:
 class Stores:
     """Reserves, renews and releases for the gateway's requests."""
 
-    def __init__(self, session: aiohttp.ClientSession, fleet: Fleet, settings: GatewaySettings) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, fleet: Fleet, relay: RelayWatch | None, settings: GatewaySettings
+    ) -> None:
         self._session = session
         self._fleet = fleet
+        self._relay = relay
         self._settings = settings
         self._sizes: OrderedDict[tuple[str, int], tuple[int, int]] = OrderedDict()
+
+    async def can_hold(self, choice: Choice, prompt_tokens: int) -> bool:
+        """Whether the store of the choice's placement could grant the transfer at all, as far as it is known."""
+        try:
+            size_bytes, _ = await self._size(self._fleet.info(choice.decode_workers[0]).layout, prompt_tokens - 1)
+        except OverloadError:
+            return False
+        if choice.placement is not Placement.RELAY or self._relay is None or self._relay.total_bytes is None:
+            return True
+        return size_bytes <= self._relay.total_bytes
 
     async def reserve(self, transfer_id: TransferId, choice: Choice, prompt_tokens: int) -> Reservation:
         """Asks the store of the choice's placement for the whole transfer.
@@ -57,9 +71,14 @@ class Stores:
         size_bytes, chunks = await self._size(decode.layout, prefix_tokens)
         control_url = self._control_url(choice)
         clocks = self._settings.clocks
-        granted = await self._control(control_url).reserve(
-            Reserve(transfer_id, prefill.name, decode.name, size_bytes, chunks, clocks.lease_s)
-        )
+        try:
+            granted = await self._control(control_url).reserve(
+                Reserve(transfer_id, prefill.name, decode.name, size_bytes, chunks, clocks.lease_s)
+            )
+        except OperationError as error:
+            if choice.placement is Placement.RELAY and self._relay is not None and error.code == "peer_unreachable":
+                self._relay.noticed(error)
+            raise
         if granted.transfer_id != transfer_id:
             raise PeerError("protocol_violation", f"{control_url} granted {granted.transfer_id}, asked was another")
         spec = TransferSpec(

@@ -15,6 +15,7 @@
 | `farfill_gateway_worker_up` | worker, role, site | gauge: it answered the last look |
 | `farfill_gateway_worker_outstanding_tokens` | worker | gauge: what it still has to do for this gateway |
 | `farfill_gateway_worker_compatible` | prefill, decode | gauge: the one may read what the other writes |
+| `farfill_gateway_relay_up` | | gauge: it answered the last look; only with `placement: relay` |
 
 A path is `none` where a request ended before one was chosen. Reasons are the router's own words: a bounded set.
 """
@@ -47,10 +48,11 @@ class WorkerReading:
 
 @dataclass(frozen=True, slots=True)
 class FleetReading:
-    """`pairs`: (prefill worker, decode worker, compatible), for pairs of one model."""
+    """`pairs`: (prefill worker, decode worker, compatible), for pairs of one model. `relay_up`: None without one."""
 
     workers: tuple[WorkerReading, ...]
     pairs: tuple[tuple[str, str, bool], ...]
+    relay_up: bool | None = None
 
 
 class GatewayMetrics:
@@ -128,7 +130,10 @@ class _Readings(Collector):
         )
         for prefill, decode, fits in reading.pairs:
             compatible.add_metric((prefill, decode), float(fits))
-        return (up, tokens, compatible)
+        if reading.relay_up is None:
+            return (up, tokens, compatible)
+        relay = GaugeMetricFamily("farfill_gateway_relay_up", "it answered the last look", value=reading.relay_up)
+        return (up, tokens, compatible, relay)
 
     def describe(self) -> Iterable[Metric]:
         """Names are not checked against a fleet that is not there yet."""

@@ -12,6 +12,7 @@ The rules, in order; the first that holds gives path and reason:
     no_prefill_worker         none is configured for this model: "not there"
     prefill_unavailable       some are configured, none of them is up: "not available"
     incompatible:<field>      some are up, none of them may write what this decode worker reads
+    relay_unavailable         transfers go through a relay, and it is down
     above_threshold           remote (or near, where both stand in one site)
 """
 
@@ -126,6 +127,8 @@ def choose_path(
     prefill: Sequence[WorkerFacts],
     incompatible: Mapping[tuple[str, str], str],
     settings: RouterSettings,
+    *,
+    relay_up: bool = True,
 ) -> Choice:
     """Chooses the path and the workers of one request.
 
@@ -133,6 +136,7 @@ def choose_path(
         decode: workers that decode (roles `decode` and `both`); prefill: workers that prefill for others.
         incompatible: (prefill worker, decode worker) -> the fingerprint field in which they differ; a pair that is
             not in it is compatible.
+        relay_up: the relay answers; it matters only where the placement is `RELAY`.
 
     Raises:
         OverloadError: `no_worker` where no decode worker of the model is up.
@@ -165,6 +169,8 @@ def choose_path(
         return local("prefill_unavailable")
     for worker in up:
         if (worker.name, chosen.name) not in incompatible:
+            if settings.placement is Placement.RELAY and not relay_up:
+                return local("relay_unavailable")
             path = Path.NEAR if worker.site == chosen.site else Path.REMOTE
             return Choice(path, "above_threshold", names, worker.name, settings.placement)
     return local(f"incompatible:{incompatible[up[0].name, chosen.name]}")
