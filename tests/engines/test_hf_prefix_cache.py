@@ -149,3 +149,15 @@ def test_imported_caches_stay_within_the_bytes(open_tiny):
     run(consumer, prompt, SAMPLING, imported=transfer(producer, prompt, CHUNK_TOKENS))
     assert consumer.stats().prefix_cache_bytes == 0
     assert cached_tokens(consumer, prompt) == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", KINDS[-1]])
+def test_another_cache_salt_finds_nothing(kind, open_tiny):
+    producer, engine = open_tiny(kind), open_tiny(kind, prefix_cache_bytes_max=BIG)
+    for length in (33, 36):
+        prompt = prompt_of(length)
+        run(engine, prompt, SAMPLING, imported=transfer(producer, prompt, CHUNK_TOKENS), cache_salt="a")
+        assert cached_tokens(engine, prompt, cache_salt="b") == 0
+        assert cached_tokens(engine, prompt) == 0
+        for salt in ("a", "b", ""):  # each its own, the imported one too
+            assert cached_tokens(engine, prompt, cache_salt=salt) == length - 1

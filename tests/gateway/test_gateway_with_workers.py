@@ -23,7 +23,14 @@ from farfill.engines.serving.serve import running_worker
 from farfill.engines.serving.settings import WorkerSettings
 from farfill.gateway.gateway import Gateway
 from farfill.gateway.serve import running_gateway
-from farfill.gateway.settings import FallbackRules, GatewayClocks, GatewaySettings, RelayAddress, WorkerAddress
+from farfill.gateway.settings import (
+    FallbackRules,
+    GatewayClocks,
+    GatewaySettings,
+    RelayAddress,
+    Tenant,
+    WorkerAddress,
+)
 from farfill.router.policy import Placement, RouterSettings
 from farfill.transfer.spec import Clocks
 
@@ -301,3 +308,47 @@ async def test_pass_through_and_the_workers_own_errors() -> None:
         for more in ({"temperature": -1}, {"max_tokens": 0}, {"bad_words": ["x"]}):
             bad = await made.post({**GREEDY, **more})
             assert bad.status_code == 400, bad.text
+
+
+def cached_tokens(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("remote", [True, False], ids=["remote", "local"])
+async def test_a_tenant_sees_only_its_own_cached_prompts(remote: bool) -> None:
+    keys = {"a": "key-of-tenant-a", "b": "key-of-tenant-b"}
+    engines = {"east_engine": TinyEngine(prefix_cache=True), "west_engine": TinyEngine(prefix_cache=True)}
+    router = RouterSettings(0 if remote else 100_000)
+    tenants = tuple(Tenant(name, key) for name, key in keys.items())
+    async with sites(**engines, tenants=tenants, router=router) as made:
+
+        async def ask(tenant: str, **more: Any) -> int:
+            headers = {"Authorization": f"Bearer {keys[tenant]}"}
+            answer = await made.client.post("/v1/completions", json={**GREEDY, **more}, headers=headers)
+            return cached_tokens(answer)
+
+        whole = len(TEXT)  # with the token that begins a text, less the last one
+        assert await ask("a") == 0
+        assert await ask("b") == 0
+        assert (await ask("a"), await ask("b")) == (whole, whole)
+        assert await ask("a", cache_salt="x") == 0
+        assert await ask("b", cache_salt="x") == 0
+        assert await ask("a", cache_salt="x") == whole
+
+
+@pytest.mark.parametrize("remote", [True, False], ids=["remote", "local"])
+async def test_without_tenants_the_clients_own_cache_salt_counts(remote: bool) -> None:
+    engines = {"east_engine": TinyEngine(prefix_cache=True), "west_engine": TinyEngine(prefix_cache=True)}
+    async with sites(**engines, router=RouterSettings(0 if remote else 100_000)) as made:
+        salts = ("x", "y", "", "x")
+        seen = [cached_tokens(await made.post({**GREEDY, "cache_salt": salt or None})) for salt in salts]
+        assert seen == [0, 0, 0, len(TEXT)]
+        # An imported cache has the salt of its request too.
+        local = {**GREEDY, "cache_salt": "x", "n": 2}
+        alone = await made.client.post(f"{made.west.url}/v1/completions", json=local)
+        assert cached_tokens(alone) == len(TEXT)
+        alone = await made.client.post(f"{made.west.url}/v1/completions", json={**local, "cache_salt": "z"})
+        assert cached_tokens(alone) == 0
+        refused = await made.post({**GREEDY, "cache_salt": 5})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")

@@ -308,3 +308,15 @@ def test_any_bytes_are_decoded_or_refused(body: bytes) -> None:
         assert isinstance(decode_object(body), dict)
     except ClientError as error:
         assert error.code in ("invalid_request", "invalid_json", "invalid_encoding")
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [(parse_completion, {"prompt": "a"}), (parse_chat, {"messages": [{"role": "user", "content": "a"}]})],
+)
+def test_a_cache_salt_is_a_bounded_string(parse: Any, body: dict[str, Any]) -> None:
+    assert parse(encoded(body)).cache_salt == parse(encoded({**body, "cache_salt": None})).cache_salt == ""
+    assert parse(encoded({**body, "cache_salt": "x" * 256})).cache_salt == "x" * 256
+    for bad in ("", "x" * 257, 5, ["x"]):
+        error = refused(parse, encoded({**body, "cache_salt": bad}))
+        assert (error.code, error.field) == ("invalid_request", "cache_salt")

@@ -128,3 +128,14 @@ def test_stop_string_ends_the_text_before_it(engine: TinyEngine) -> None:
     events = run(engine, GenerationRequest("b", PROMPTS[3], params))
     text = "".join(event.text for event in events if isinstance(event, TokensGenerated | ChoiceFinished))
     assert text == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[3:], ids=len)
+def test_an_imported_prefix_is_kept_for_its_cache_salt(engine: TinyEngine, prompt: list[int]) -> None:
+    target = shelf(engine, prompt)
+    first = run(engine, GenerationRequest("r", prompt, GREEDY, imported=target, chunk_tokens=16, cache_salt="a"))
+    for salt, cached in (("a", len(prompt) - 1), ("b", 0)):
+        again = run(engine, GenerationRequest("l", prompt, GREEDY, cache_salt=salt))
+        assert tokens_of(again) == tokens_of(first)
+        assert isinstance(again[-1], RequestFinished)
+        assert again[-1].usage.cached_tokens == cached

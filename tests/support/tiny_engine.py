@@ -44,6 +44,7 @@ from farfill.kv.fingerprint import Convertible, Fingerprint, Informational, Must
 from farfill.kv.layout import layout_digest
 from farfill.kv.plan import plan_chunks
 
+_Key = tuple[str, tuple[int, ...]]  # the cache salt and the tokens
 BeforeStep = Callable[[str, Literal["prefill", "decode"]], None]
 
 
@@ -104,7 +105,7 @@ class TinyEngine:
         self._first_state = hashlib.blake2b(model_seed.encode(), digest_size=32).digest()
         self._limits = (max_running, max_waiting)
         self._before_step = before_step or (lambda request_id, phase: None)
-        self._prefixes: OrderedDict[tuple[int, ...], TinyCache] | None = OrderedDict() if prefix_cache else None
+        self._prefixes: OrderedDict[_Key, TinyCache] | None = OrderedDict() if prefix_cache else None
         self._changed = threading.Condition()
         self._jobs: dict[str, _Job] = {}  # in order of arrival; the first max_running of them run
         self.has_aborted_all = threading.Event()  # for tests: `stop` has come to its end
@@ -233,6 +234,7 @@ class TinyEngine:
                 job.imported_tokens = job.cache.tokens
                 job.cached_tokens = request.imported.cached_tokens
                 self._totals["imported"] += job.imported_tokens
+                self._keep(job)
             elif self._prefixes is not None:
                 self._reuse(job, self._prefixes)
         elif job.cache.tokens < len(job.prefix) or (isinstance(request, PrefillRequest) and not job.choices):
@@ -252,14 +254,21 @@ class TinyEngine:
                     "finished",
                 )
 
-    def _reuse(self, job: _Job, prefixes: OrderedDict[tuple[int, ...], TinyCache]) -> None:
-        tokens = tuple(job.prefix)
-        for length in range(len(tokens) // self.info.chunk_tokens * self.info.chunk_tokens, 0, -self.info.chunk_tokens):
-            if tokens[:length] in prefixes:
-                job.cache = prefixes[tokens[:length]].copy()
+    def _reuse(self, job: _Job, prefixes: OrderedDict[_Key, TinyCache]) -> None:
+        tokens, salt, grid = tuple(job.prefix), job.request.cache_salt, self.info.chunk_tokens
+        for length in (len(tokens), *range(len(tokens) // grid * grid, 0, -grid)):
+            if (salt, tokens[:length]) in prefixes:
+                job.cache = prefixes[salt, tokens[:length]].copy()
                 job.cached_tokens = length
                 self._totals["cached"] += length
                 return
+
+    def _keep(self, job: _Job) -> None:
+        if self._prefixes is None or not job.cache.tokens:
+            return
+        self._prefixes[job.request.cache_salt, tuple(job.prefix[: job.cache.tokens])] = job.cache.copy()
+        while len(self._prefixes) > 256:
+            self._prefixes.popitem(last=False)
 
     def _prefill_step(self, job: _Job) -> None:
         request, prefix = job.request, job.prefix
@@ -274,10 +283,8 @@ class TinyEngine:
                 job.computed_tokens += 1
                 self._totals["prefill"] += 1
             job.cache.advance(prefix[job.cache.tokens])
-        if self._prefixes is not None and stop % self.info.chunk_tokens == 0:
-            self._prefixes[tuple(prefix[:stop])] = job.cache.copy()
-            while len(self._prefixes) > 256:
-                self._prefixes.popitem(last=False)
+        if stop % self.info.chunk_tokens == 0 or stop == len(prefix):
+            self._keep(job)
         if not isinstance(request, PrefillRequest):
             return
         plan = plan_chunks(LAYOUT, len(prefix), grid)

@@ -31,6 +31,7 @@ GREEDY_BELOW: Final = 1e-5  # logits divided by less would overflow; vLLM draws 
 LOGPROBS_MAX: Final = 20  # OpenAI's own limit for top_logprobs
 STOP_STRINGS_MAX: Final = 16  # OpenAI allows 4, vLLM any number; each costs a search per token
 STOP_STRING_CHARS_MAX: Final = 1024
+CACHE_SALT_CHARS_MAX: Final = 256  # room for any digest, and for whatever clients call their users
 CHOICES_MAX: Final = 128  # OpenAI's own limit for n; each choice holds a cache of its own
 
 
@@ -162,6 +163,7 @@ class GenerationRequest:
         prompt_token_ids: at least 1.
         imported: the prefix's cache from a transfer; None: the engine computes it.
         chunk_tokens: the grid on which the prefix is computed; None: the engine's own.
+        cache_salt: prefix caches are shared only among requests of the same one.
     """
 
     request_id: str
@@ -169,16 +171,21 @@ class GenerationRequest:
     sampling: SamplingParams
     imported: ImportedCache | None = None
     chunk_tokens: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """Compute the cache of all prompt tokens but the last (so at least 2), and publish it chunk by chunk."""
+    """Compute the cache of all prompt tokens but the last (so at least 2), and publish it chunk by chunk.
+
+    `cache_salt`: as `GenerationRequest`'s.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     chunk_tokens: int
     sink: ChunkSink
+    cache_salt: str = ""
 
 
 # --------------------------------------------------------------------------------------------------------------- events

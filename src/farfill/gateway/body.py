@@ -5,6 +5,7 @@ every path.
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +17,8 @@ from farfill.errors import ClientError, FarfillError, OperationError
 
 # A client that sends its body slower than this for so long holds a place that others need.
 BODY_S: Final = 120.0
+# Workers have the same bound; one that comes from here is a digest, so the client's own must be checked here.
+CACHE_SALT_CHARS_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,13 @@ def parse(raw: bytes) -> Body:
             "kv_transfer_params is between the gateway and its workers; leave it out",
             field="kv_transfer_params",
         )
+    salt = value.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= CACHE_SALT_CHARS_MAX):
+        raise ClientError(
+            "invalid_request",
+            f"cache_salt must be a string of 1 to {CACHE_SALT_CHARS_MAX} characters",
+            field="cache_salt",
+        )
     return Body(raw, value)
 
 
@@ -152,21 +162,50 @@ def tokenize_body(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def prefill_body(model: str, token_ids: list[int], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
+def cache_salt(fields: Mapping[str, Any], tenant: str | None) -> str | None:
+    """What keeps engines' prefix caches apart: by tenant where there are tenants (`tenant` not None), and as the
+    client asks. None: nothing does.
+    """
+    own: str | None = fields.get("cache_salt")
+    if tenant is None:
+        return own
+    return hashlib.sha256(b"farfill-cache-salt-1\0" + _framed(tenant) + _framed(own or "")).hexdigest()
+
+
+def _framed(text: str) -> bytes:
+    """With its length in front, so that no two pairs of texts are one."""
+    encoded = text.encode()
+    return len(encoded).to_bytes(4, "little") + encoded
+
+
+def local_body(body: bytes, fields: Mapping[str, Any], salt: str | None) -> bytes:
+    """The body of a leg that computes everything: the client's own bytes, unless another salt has to stand in them."""
+    if salt == fields.get("cache_salt"):
+        return body
+    return msgspec.json.encode({**fields, "cache_salt": salt})
+
+
+def prefill_body(
+    model: str, token_ids: list[int], kv_transfer_params: Mapping[str, Any], salt: str | None = None
+) -> dict[str, Any]:
     """The prefill leg's body: a whitelist. Patching the client's would carry over what contradicts `max_tokens` 1.
 
     Args:
         token_ids: the prompt; for a connector, which computes all that it is given, the prompt without its last token.
     """
-    return {
+    body = {
         "model": model,
         "prompt": token_ids,
         "max_tokens": 1,
         "stream": False,
         "kv_transfer_params": dict(kv_transfer_params),
     }
+    return body if salt is None else {**body, "cache_salt": salt}
 
 
-def decode_body(fields: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
+def decode_body(
+    fields: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], salt: str | None = None
+) -> dict[str, Any]:
     """The decode leg's body: the client's, and where the prompt's cache comes from."""
-    return {**fields, "kv_transfer_params": dict(kv_transfer_params)}
+    body = {**fields, "kv_transfer_params": dict(kv_transfer_params)}
+    return body if salt is None else {**body, "cache_salt": salt}

@@ -14,7 +14,7 @@ import msgspec
 from yarl import URL
 
 from farfill.errors import FarfillError
-from farfill.gateway.body import decode_body, prefill_body
+from farfill.gateway.body import cache_salt, decode_body, local_body, prefill_body
 from farfill.gateway.client_side import ANSWER_BYTES_MAX, ClientSide, end_to_end
 from farfill.gateway.connector_legs import Direction, Question, connector_decode_leg, connector_prefill_leg
 from farfill.gateway.errors import REQUEST_ID_HEADER
@@ -24,6 +24,7 @@ from farfill.gateway.legs import (
     TRANSFER_BYTES_HEADER,
     TRANSFER_SECONDS_HEADER,
     LegAnswer,
+    Tail,
     Upstream,
     decode_leg,
     prefill_leg,
@@ -36,6 +37,7 @@ from farfill.router.messages import (
     AbortPrefillLeg,
     ChoosingFailed,
     ClientGone,
+    DecodeLegDone,
     DecodeLegFailed,
     Effect,
     EndResponse,
@@ -83,7 +85,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Upstreams:
-    """What drivers share: everything behind the gateway."""
+    """What drivers share: everything behind the gateway. `tenants_apart`: none sees what another has cached."""
 
     session: aiohttp.ClientSession
     fleet: Fleet
@@ -91,6 +93,7 @@ class Upstreams:
     background: Background
     recorder: Recorder
     remember: Callable[[Chosen, str], None]
+    tenants_apart: bool = False
 
 
 class RequestDriver:
@@ -113,6 +116,8 @@ class RequestDriver:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._prefill = LegAnswer()
         self._decode = LegAnswer()
+        self._attempt = 0
+        self._told = Tail()  # of what the client was sent
         self.outcome: RecordOutcome | None = None
 
     async def run(self, choose: Callable[[], Awaitable[Chosen]]) -> RecordOutcome:
@@ -143,7 +148,11 @@ class RequestDriver:
 
         What had come and was not read yet is read now: a grant among it must be given back.
         """
-        last = [] if self._machine.state in TERMINAL else [ClientGone()]
+        last: list[Event] = []
+        if self._machine.state not in TERMINAL:
+            # Many clients hang up at the end mark, before the worker's connection has said that nothing follows.
+            complete = self._work.generates and self._work.streaming and self._told.verdict()[0] is None
+            last = [DecodeLegDone(self._attempt) if complete else ClientGone()]
         for event in (*last, *self._mailbox.take_all()):
             for effect in self._machine.handle(event, self._loop.time()):
                 self._act(effect)
@@ -198,6 +207,7 @@ class RequestDriver:
                 await self._client.send_head(self._decode.status, self._head(effect))
             case Forward(data):
                 await self._client.forward(data)
+                self._told.take(data)
             case EndResponse():
                 await self._client.end()
             case SendErrorBeforeHead(error, path, reason):
@@ -294,7 +304,7 @@ class RequestDriver:
         params = to_kv_transfer_params(self._reservation.spec, leg="prefill")
         question = self._question(effect.worker, "sent")
         token_ids = self._chosen.token_ids if question is None else self._chosen.token_ids[:-1]
-        body = prefill_body(self._chosen.model, token_ids, params)
+        body = prefill_body(self._chosen.model, token_ids, params, self._salt())
         upstream = Upstream(
             effect.worker,
             "POST",
@@ -312,11 +322,14 @@ class RequestDriver:
     async def _run_decode(self, effect: StartDecodeLeg) -> None:
         assert self._chosen is not None
         answer = self._decode = LegAnswer()
+        self._attempt = effect.attempt
         work, body = self._work, self._work.body
         if effect.epoch is not None:
             assert self._reservation is not None
             params = to_kv_transfer_params(self._reservation.spec, leg="decode")
-            body = msgspec.json.encode(decode_body(work.fields, params))
+            body = msgspec.json.encode(decode_body(work.fields, params, self._salt()))
+        elif work.generates and isinstance(body, bytes):
+            body = local_body(body, work.fields, self._salt())
         upstream = Upstream(
             effect.worker,
             work.method,
@@ -335,6 +348,9 @@ class RequestDriver:
                 await connector_decode_leg(self._up.session, upstream, question, effect.attempt, answer, post)
         if answer.status == 200:
             self._up.remember(self._chosen, effect.worker)
+
+    def _salt(self) -> str | None:
+        return cache_salt(self._work.fields, self._work.tenant if self._up.tenants_apart else None)
 
     def _question(self, worker: str, direction: Direction) -> Question | None:
         """For a leg of a transfer at an engine with a connector; None: the worker's answer says it all."""

@@ -102,6 +102,7 @@ class Gateway:
             self._background,
             self.metrics,
             self.choose.remember,
+            tenants_apart=bool(settings.tenants),
         )
 
     async def start(self) -> None:

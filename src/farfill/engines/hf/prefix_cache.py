@@ -3,9 +3,10 @@
 Not here: anything that changes tokens. An entry is used only for the same grid, and only where going on from it
 computes what would have been computed anyway: a model that keeps rows of all tokens can be cut at any grid border; a
 model with windows or recurrent state only goes on from exactly where the entry ends.
-Not shared between processes, and it does not tell tenants apart.
+Not shared between processes. Requests of another cache salt find nothing, as if there were one cache for each salt.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,11 +42,11 @@ class PrefixCache:
         self._next_id = 0
         self.bytes_held = 0
 
-    def find(self, token_ids: Sequence[int], chunk_tokens: int) -> tuple[Cache, int] | None:
+    def find(self, token_ids: Sequence[int], chunk_tokens: int, cache_salt: str = "") -> tuple[Cache, int] | None:
         """The longest usable beginning of `token_ids`: (a cache of its own, its length in tokens), or None."""
         if not self._entries:
             return None
-        for length, key in _keys(token_ids, chunk_tokens):
+        for length, key in _keys(token_ids, chunk_tokens, cache_salt):
             if holders := self._by_key.get(key):
                 entry_id = holders[-1]
                 self._entries.move_to_end(entry_id)
@@ -53,9 +54,10 @@ class PrefixCache:
                 return clone_cache(cache, tokens=length if self.can_cut else None), length
         return None
 
-    def keep(self, token_ids: Sequence[int], chunk_tokens: int, cache: Cache) -> None:
+    def keep(self, token_ids: Sequence[int], chunk_tokens: int, cache: Cache, cache_salt: str = "") -> None:
         """Keeps a copy of `cache`, which holds exactly `token_ids`, computed on this grid from the beginning."""
-        keys = tuple(key for length, key in _keys(token_ids, chunk_tokens) if self.can_cut or length == len(token_ids))
+        named = _keys(token_ids, chunk_tokens, cache_salt)
+        keys = tuple(key for length, key in named if self.can_cut or length == len(token_ids))
         if known := self._by_key.get(keys[0]):
             self._entries.move_to_end(known[-1])
             return
@@ -84,10 +86,11 @@ class PrefixCache:
                 del self._by_key[key]
 
 
-def _keys(token_ids: Sequence[int], chunk_tokens: int) -> list[tuple[int, tuple[int, bytes]]]:
+def _keys(token_ids: Sequence[int], chunk_tokens: int, cache_salt: str) -> list[tuple[int, tuple[int, bytes]]]:
     """(length, key) of every beginning that ends at a grid border, and of the whole; longest first."""
-    blocks = prefix_block_hashes(token_ids, chunk_tokens, salt=_SALT)
+    salt = hashlib.sha256(_SALT + cache_salt.encode()).digest()
+    blocks = prefix_block_hashes(token_ids, chunk_tokens, salt=salt)
     keys = [((order + 1) * chunk_tokens, (chunk_tokens, block)) for order, block in enumerate(blocks)]
     if len(token_ids) % chunk_tokens:
-        keys.append((len(token_ids), (chunk_tokens, b"whole" + token_digest(token_ids))))
+        keys.append((len(token_ids), (chunk_tokens, b"whole" + salt + token_digest(token_ids))))
     return keys[::-1]

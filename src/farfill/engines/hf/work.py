@@ -100,7 +100,7 @@ class Work:
                 sink.publish(chunk, exporter.chunk(cache, chunk, tokens))
                 published += 1
 
-        cached_tokens = yield from self._prefix(prefix, request.chunk_tokens, held, publish)
+        cached_tokens = yield from self._prefix(prefix, request.chunk_tokens, request.cache_salt, held, publish)
         assert published == len(plan), (published, len(plan))
         sink.finish(cached_tokens)
         emit(PrefillCompleted(len(prefix) - cached_tokens, cached_tokens, 0))
@@ -117,7 +117,7 @@ class Work:
             emit(PrefillCompleted(0, cached_tokens, len(prefix)))
         else:
             grid = request.chunk_tokens or self._chunk_tokens
-            cached_tokens = yield from self._prefix(prefix, grid, held, lambda cache, tokens: None)
+            cached_tokens = yield from self._prefix(prefix, grid, request.cache_salt, held, lambda cache, tokens: None)
             emit(PrefillCompleted(len(prefix) - cached_tokens, cached_tokens, 0))
         logits = self._forward.next_logits(held.caches[0], prompt[-1], len(prefix))
         self._totals.prefill_tokens += 1
@@ -153,13 +153,13 @@ class Work:
         ]
 
     def _prefix(
-        self, prefix: Sequence[int], grid: int, held: Held, on_progress: Callable[[Cache, int], None]
+        self, prefix: Sequence[int], grid: int, salt: str, held: Held, on_progress: Callable[[Cache, int], None]
     ) -> Generator[None, None, int]:
         """Computes `prefix` on the grid into `held.caches[0]`; returns how many tokens the prefix cache gave.
 
         `on_progress(cache, tokens)` is called after each step, with the tokens that the cache holds then.
         """
-        found = self._prefix_cache.find(prefix, grid)
+        found = self._prefix_cache.find(prefix, grid, salt)
         cache, done = found if found else (self._forward.new_cache(), 0)
         cached_tokens = done
         self._totals.cached_tokens += done
@@ -174,7 +174,7 @@ class Work:
             on_progress(cache, done)
             # A cache that cannot be cut is also kept at the last border, where a longer prompt can go on from it.
             if done == len(prefix) or (not self._prefix_cache.can_cut and done == len(prefix) // grid * grid):
-                self._prefix_cache.keep(prefix[:done], grid, cache)
+                self._prefix_cache.keep(prefix[:done], grid, cache, salt)
             yield
         return cached_tokens
 
@@ -193,6 +193,6 @@ class Work:
         grid = request.chunk_tokens or self._chunk_tokens
         # The grid decides the numbers: a transfer on another one is not what would have been computed here.
         if tuple(imported.plan) == plan_chunks(self._model.layout, imported.prefix_tokens, grid):
-            self._prefix_cache.keep(request.prompt_token_ids[:-1], grid, held.caches[0])
+            self._prefix_cache.keep(request.prompt_token_ids[:-1], grid, held.caches[0], request.cache_salt)
         held.release_imported()
         self._totals.imported_tokens += imported.prefix_tokens

@@ -69,13 +69,18 @@ async def _generate(
     head = Head(f"{shape.id_prefix}{request[REQUEST_ID]}", int(time.time()), worker.engine.info.model)
     answer = Answer(shape, head, sampling.n, parsed.streaming, request[BEGAN])
     if parsed.leg is not None and parsed.leg.producing:
-        return await legs.prefill_leg(worker, parsed.leg.spec, prompts[0], answer)
+        return await legs.prefill_leg(worker, parsed.leg.spec, prompts[0], parsed.cache_salt, answer)
     if parsed.leg is not None:
-        return await legs.decode_leg(worker, request, parsed.leg.spec, prompts[0], sampling, answer)
+        return await legs.decode_leg(worker, request, parsed.leg.spec, prompts[0], sampling, parsed.cache_salt, answer)
     with contextlib.ExitStack() as stack:
         calls = [
             stack.enter_context(
-                generation(worker.engine, GenerationRequest(worker.engine_id(head.response_id), prompt, sampling))
+                generation(
+                    worker.engine,
+                    GenerationRequest(
+                        worker.engine_id(head.response_id), prompt, sampling, cache_salt=parsed.cache_salt
+                    ),
+                )
             )
             for prompt in prompts
         ]

@@ -46,7 +46,9 @@ B = TypeVar("B")
 EndT = TypeVar("EndT", Outgoing, Incoming)
 
 
-async def prefill_leg(worker: Worker, spec: TransferSpec, prompt: Sequence[int], answer: Answer) -> web.Response:
+async def prefill_leg(
+    worker: Worker, spec: TransferSpec, prompt: Sequence[int], cache_salt: str, answer: Answer
+) -> web.Response:
     """Computes the prompt's prefix, publishes it, and answers once every chunk is in the store's hands.
 
     The answer is a completion without text, with `kv_transfer_params` for who decodes and, under `farfill`, what it
@@ -59,7 +61,9 @@ async def prefill_leg(worker: Worker, spec: TransferSpec, prompt: Sequence[int],
     info = worker.engine.info
     sending = await _begun(partial(worker.node.send, spec, info.layout, info.fingerprint, prompt[:-1]))
     with _accounted(worker, "sent", sending) as account:
-        request = PrefillRequest(worker.engine_id(answer.head.response_id), prompt, spec.chunk_tokens, sending)
+        request = PrefillRequest(
+            worker.engine_id(answer.head.response_id), prompt, spec.chunk_tokens, sending, cache_salt
+        )
         with prefill(worker.engine, request) as call:
             computed, sent = await _both(_compute(worker, call, spec.clocks.queue_s), settled(sending.future))
         account.note(sent.sent_bytes, sent.elapsed_s)
@@ -72,6 +76,7 @@ async def decode_leg(
     spec: TransferSpec,
     prompt: Sequence[int],
     sampling: SamplingParams,
+    cache_salt: str,
     answer: Answer,
 ) -> web.StreamResponse:
     """Gets the prompt's cache; once it is VERIFIED, decodes from it and answers the client.
@@ -94,7 +99,7 @@ async def decode_leg(
         TRANSFER_SECONDS_HEADER: f"{imported.verified_at - imported.started_at:.6f}",
     }
     generate = GenerationRequest(
-        worker.engine_id(answer.head.response_id), prompt, sampling, imported, chunk_tokens=spec.chunk_tokens
+        worker.engine_id(answer.head.response_id), prompt, sampling, imported, spec.chunk_tokens, cache_salt
     )
     with contextlib.ExitStack() as unless_accepted:
         unless_accepted.callback(imported.release)

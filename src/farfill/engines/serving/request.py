@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
-from farfill.engines.api import CHOICES_MAX, LOGPROBS_MAX, STOP_STRINGS_MAX, SamplingParams
+from farfill.engines.api import CACHE_SALT_CHARS_MAX, CHOICES_MAX, LOGPROBS_MAX, STOP_STRINGS_MAX, SamplingParams
 from farfill.engines.serving.fields import Fields, decode_object, invalid, kind
 from farfill.errors import ClientError
 from farfill.transfer.spec import TransferSpec, from_kv_transfer_params
@@ -97,6 +97,7 @@ class CompletionRequest:
     streaming: Streaming
     leg: Leg | None
     add_special_tokens: bool = True
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class ChatRequest:
     sampling: SamplingParams
     streaming: Streaming
     leg: Leg | None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
         streaming=_streaming(fields),
         leg=leg,
         add_special_tokens=fields.boolean("add_special_tokens", True),
+        cache_salt=_cache_salt(fields),
     )
     _check_leg(leg, choices=n * len(prompts), prompts=len(prompts), streaming=request.streaming)
     _finish(fields)
@@ -201,6 +204,7 @@ def parse_chat(body: bytes) -> ChatRequest:
         sampling=_sampling(fields, n=n, logprobs=(top or 0) if wanted else None),
         streaming=_streaming(fields),
         leg=leg,
+        cache_salt=_cache_salt(fields),
     )
     _check_leg(leg, choices=n, prompts=1, streaming=request.streaming)
     _finish(fields)
@@ -370,6 +374,14 @@ def _streaming(fields: Fields) -> Streaming:
     if not stream:
         raise fields.invalid("stream_options", "needs stream to be true")
     return Streaming(stream, options.boolean("include_usage"), options.boolean("continuous_usage_stats"))
+
+
+def _cache_salt(fields: Fields) -> str:
+    """vLLM's field: requests share cached prefixes only with those of the same salt. "" where there is none."""
+    salt = fields.text("cache_salt")
+    if salt is not None and not 1 <= len(salt) <= CACHE_SALT_CHARS_MAX:
+        raise fields.invalid("cache_salt", f"must have 1 to {CACHE_SALT_CHARS_MAX} characters, not {len(salt)}")
+    return salt or ""
 
 
 def _leg(fields: Fields) -> Leg | None:
