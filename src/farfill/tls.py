@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from farfill.errors import ConfigurationError, PeerError
+from farfill.errors import ClientError, ConfigurationError, PeerError
 
 # RFC 5280 allows a common name 64 characters; the characters are those that need no quoting in logs, URLs and labels.
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -287,6 +287,21 @@ def peer_identity(connection: Any) -> PeerIdentity:
 def peer_name(connection: Any) -> str:
     """The proven name of a connection's peer: its certificate's common name. Raises as `peer_identity`."""
     return peer_identity(connection).name
+
+
+def require_role(connection: Any, role: PeerRole, what: str) -> None:
+    """A peer whose certificate states another role than `role` is refused; one whose certificate states none may.
+
+    Args:
+        connection: as `peer_identity`'s.
+        what: what only that role does, for the message: "gateways reserve staging".
+
+    Raises:
+        ClientError: `forbidden`. PeerError: `peer_unauthenticated` (see `peer_identity`).
+    """
+    peer = peer_identity(connection)
+    if peer.role not in (None, role):
+        raise ClientError("forbidden", f"{peer.name} has a {peer.role}'s certificate; {what}")
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:

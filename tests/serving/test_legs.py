@@ -9,7 +9,8 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -407,6 +408,36 @@ async def test_the_queue_has_its_clock(hold: Hold) -> None:
         assert (await running)[0] == 200
         for spec in (first, second):
             await pair.front.release(pair.producer, spec)
+
+
+ENGINE_ENDPOINTS: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("POST", "/v1/completions", GREEDY),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/tiny", None),
+    ("POST", "/tokenize", {"prompt": "a"}),
+    ("POST", "/detokenize", {"tokens": [97]}),
+]
+
+
+async def test_only_gateways_make_an_engine_work(tmp_path: Path) -> None:
+    """A worker's or a relay's certificate, lost or misused, generates nothing elsewhere; it may look and fetch."""
+    files = certificates(tmp_path, "west", "gateway", "relay", "other-worker")
+    files["no-role"] = tls.write_certificate(tmp_path, "no-role", role=cast(tls.PeerRole, SimpleNamespace(value="it")))
+    assert tls.check_files(files["no-role"]).role is None
+    async with worker_site(name="west", tls=files["west"]) as site:
+        for name, status in (("other-worker", 403), ("relay", 403), ("gateway", 200), ("no-role", 200)):
+            async with http_session(tls.client_context(files[name])) as session:
+                for method, path, body in ENGINE_ENDPOINTS:
+                    async with session.request(method, f"{site.url}{path}", json=body) as response:
+                        answer = await response.json()
+                        assert response.status == status, (name, path, answer)
+                        if status == 403:
+                            assert answer["error"]["code"] == "forbidden"
+                            assert name in answer["error"]["message"]
+                for path in ("/health", "/version", "/metrics", "/farfill/v1/info"):
+                    async with session.get(f"{site.url}{path}") as response:
+                        assert response.status == 200, (name, path)
 
 
 def recorded_ends(site: Site, method: str) -> list[Any]:

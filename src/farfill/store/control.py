@@ -39,7 +39,7 @@ from farfill.store.protocol import (
     StoreStatus,
 )
 from farfill.store.server import Security, StoreServer, is_loopback
-from farfill.tls import PeerRole, peer_identity, peer_name
+from farfill.tls import PeerRole, peer_name, require_role
 from farfill.transfer.failures import error_for
 from farfill.transfer.spec import StoreAddress
 
@@ -120,9 +120,8 @@ def _require_gateway(request: web.Request, store: StoreServer) -> None:
     if store.security is Security.LOOPBACK:
         return
     transport = request.transport
-    peer = peer_identity(None if transport is None else transport.get_extra_info("ssl_object"))
-    if peer.role not in (None, PeerRole.GATEWAY):
-        raise ClientError("forbidden", f"{peer.name} has a {peer.role}'s certificate; gateways reserve staging")
+    connection = None if transport is None else transport.get_extra_info("ssl_object")
+    require_role(connection, PeerRole.GATEWAY, "gateways reserve staging")
 
 
 async def _read(request: web.Request, store: StoreServer, kind: type[T]) -> tuple[str, T]:

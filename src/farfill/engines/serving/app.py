@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -14,6 +14,11 @@ from farfill.engines.serving.request import parse_detokenize, parse_tokenize
 from farfill.engines.serving.worker import BODY_BYTES_MAX, VERSION, Worker
 from farfill.errors import OverloadError
 from farfill.store.control import add_store_routes
+from farfill.store.server import Security
+from farfill.tls import PeerRole, require_role
+
+# What makes the engine work, and so is for gateways; the rest only tells, also to the operator's scrapers and probes.
+_FOR_GATEWAYS: Final = ("/v1/", "/tokenize", "/detokenize")
 
 WorkerHandler = Callable[[Worker, web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,13 +40,19 @@ def build_worker_app(worker: Worker) -> web.Application:
         ("GET", "/farfill/v1/info", _info),
     ]
     for method, path, handler in routes:
-        app.router.add_route(method, path, _bound(worker, handler))
+        app.router.add_route(method, path, _bound(worker, handler, for_gateways=path.startswith(_FOR_GATEWAYS)))
     add_store_routes(app, worker.store)
     return app
 
 
-def _bound(worker: Worker, handler: WorkerHandler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+def _bound(
+    worker: Worker, handler: WorkerHandler, *, for_gateways: bool
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def handle(request: web.Request) -> web.StreamResponse:
+        if for_gateways and worker.store.security is Security.MUTUAL_TLS:
+            transport = request.transport
+            connection = None if transport is None else transport.get_extra_info("ssl_object")
+            require_role(connection, PeerRole.GATEWAY, "gateways ask for generations")
         return await handler(worker, request)
 
     return handle
