@@ -253,6 +253,8 @@ class FakeWorker:
                 piece = {"choices": [{"index": choice, "text": words_of(prompt, choice, count)[position]}]}
                 await response.write(b"data: " + msgspec.json.encode(piece) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
+        if "eof" in self.hold:
+            await self.hold["eof"].wait()
         await response.write_eof()
         return response
 

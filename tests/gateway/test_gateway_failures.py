@@ -426,6 +426,20 @@ async def test_a_client_that_leaves_frees_everything(fleet: Cluster, moment: str
     assert 'outcome="client_gone"' in fleet.gateway.metrics.exposition().decode()
 
 
+@pytest.mark.parametrize("prompt", [SHORT, LONG])
+async def test_a_client_that_leaves_after_the_end_mark_is_done(fleet: Cluster, prompt: str) -> None:
+    fleet.decode.hold["eof"] = asyncio.Event()  # never set: the worker's end is still to come when the client leaves
+    async with aiohttp.ClientSession() as session:
+        answer = await session.post(fleet.url + "/v1/completions", json=body(prompt, stream=True))
+        await answer.content.readuntil(b"data: [DONE]\n\n")
+        answer.close()
+    await fleet.gateway.admission.idle()
+    await fleet.site.until(lambda: not any(worker.active.total() for worker in fleet.workers) and fleet.site.held == 0)
+    metrics = fleet.gateway.metrics.exposition().decode()
+    assert 'outcome="done"' in metrics
+    assert 'outcome="client_gone"' not in metrics
+
+
 async def test_a_slow_client_holds_its_worker_back_and_leaving_ends_the_workers_answer(fleet: Cluster) -> None:
     """128 MiB are on offer: were they buffered for a client that does not read, the worker would never have to wait."""
     async with (
