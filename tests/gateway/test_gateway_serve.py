@@ -13,7 +13,7 @@ import pytest
 from fake_site import MODEL, FakeWorker, Site
 
 from farfill.errors import ConfigurationError
-from farfill.gateway.serve import running_gateway
+from farfill.gateway.serve import running_gateway, serve_gateway
 from farfill.gateway.settings import GatewaySettings, RelayAddress, Tenant, WorkerAddress
 from farfill.router.policy import Placement, RouterSettings
 
@@ -109,10 +109,53 @@ asyncio.run(serve_gateway(settings, lambda url: print(url, flush=True)))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains_requests_in_flight_end_new_ones_are_refused(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+async def test_a_ready_file_in_a_missing_folder_is_refused_before_it_serves(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "ready.json"
+    served: list[str] = []
+    with pytest.raises(ConfigurationError) as caught:
+        await serve_gateway(GatewaySettings((DECODE,), port=0, ready_file=path), served.append)
+    assert (caught.value.code, caught.value.field, served) == ("config_invalid", "ready_file", [])
+    assert str(path) in caught.value.message
+
+
+async def test_ctrl_c_cuts_requests_in_flight_and_frees_the_worker(tmp_path: Path) -> None:
+    site = Site()
+    worker = FakeWorker(site, "west-1", "decode", "west")
+    worker.hold["token"] = asyncio.Event()  # never set: a drain would wait for it
+    await worker.start()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        SCRIPT,
+        worker.url,
+        str(tmp_path / "ready.json"),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            url = (await process.stdout.readline()).decode().strip()
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "stream": True}
+        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as answer:
+            await answer.content.readuntil(b"\n\n")
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(aiohttp.ClientError):
+                await answer.content.read()
+            _, said = await process.communicate()
+        assert process.returncode == 0
+        assert b"did not end within the drain" not in said
+        assert not (tmp_path / "ready.json").exists()
+        await site.until(lambda: worker.active.total() == 0)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await worker.stop()
+
+
+async def test_sigterm_drains_requests_in_flight_end_new_ones_are_refused(tmp_path: Path) -> None:
     worker = FakeWorker(Site(), "west-1", "decode", "west")
     hold = worker.hold["token"] = asyncio.Event()
     await worker.start()
@@ -138,7 +181,7 @@ async def test_a_signal_drains_requests_in_flight_end_new_ones_are_refused(
             session.post(ready["url"] + "/v1/completions", json=body) as answer,
         ):
             await answer.content.readuntil(b"\n\n")
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(60):
                 while True:
                     async with session.get(ready["url"] + "/health") as health:

@@ -8,7 +8,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 from farfill.errors import OverloadError
 from farfill.gateway.choose import Chooser
@@ -43,6 +43,7 @@ class Admission:
         self._requests_max = requests_max
         self.requests = 0
         self.is_closed = False
+        self._inside: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -57,14 +58,23 @@ class Admission:
                 f"this gateway already has {self.requests} requests, its limit",
                 retry_after_s=_FULL_RETRY_S,
             )
+        task = asyncio.current_task()
+        assert task is not None, "a request is let in by its handler"
         self.requests += 1
+        self._inside.add(task)
         self._idle.clear()
         try:
             yield
         finally:
             self.requests -= 1
+            self._inside.discard(task)
             if self.requests == 0:
                 self._idle.set()
+
+    def cut(self) -> None:
+        """Cancels every request in flight, as if its client had left: each frees what it holds."""
+        for task in self._inside:
+            task.cancel()
 
     async def idle(self) -> None:
         await self._idle.wait()

@@ -30,10 +30,13 @@ _BACKLOG: Final = 1024
 _ABORT_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunningGateway:
+    """`drains`: leaving waits for requests in flight; set it to False to cut them off."""
+
     gateway: Gateway
     url: str
+    drains: bool = True
 
 
 @contextlib.asynccontextmanager
@@ -58,18 +61,22 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
         # Longer than a client's pool keeps an idle connection, so that the client closes first.
         keepalive_timeout=75.0,
     )
+    running = RunningGateway(gateway, "")
     try:
         await runner.setup()
         await gateway.start()
         await web.SockSite(runner, listener).start()
         port = listener.getsockname()[1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        yield RunningGateway(gateway, f"http://{host}:{port}")
+        running.url = f"http://{host}:{port}"
+        yield running
     finally:
         gateway.admission.is_closed = True
         gateway.metrics.draining()
+        if not running.drains:
+            gateway.admission.cut()
         try:
-            async with asyncio.timeout(settings.clocks.drain_s):
+            async with asyncio.timeout(settings.clocks.drain_s if running.drains else _ABORT_S):
                 await gateway.admission.idle()
         except TimeoutError:
             _log.warning("%d requests did not end within the drain; they are cancelled", gateway.admission.requests)
@@ -79,19 +86,25 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
 
 
 async def serve_gateway(settings: GatewaySettings, on_ready: Callable[[str], Any] = lambda url: None) -> None:
-    """Serves until SIGTERM or SIGINT, then drains and returns. `on_ready` gets the base URL.
+    """Serves until SIGTERM (then drains) or SIGINT (then cuts requests in flight), then returns.
+
+    `on_ready` gets the base URL.
 
     A second signal during the drain ends the process as that signal does by default.
 
     Raises:
-        ConfigurationError: see `running_gateway`.
+        ConfigurationError: see `running_gateway`; `config_invalid` for a ready-file that can't be written.
     """
+    if settings.ready_file is not None and not settings.ready_file.parent.is_dir():
+        raise _ready_file_invalid(settings.ready_file, "its folder does not exist")
     loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
+    stopped: asyncio.Future[signal.Signals] = loop.create_future()
 
     def stop(number: signal.Signals) -> None:
-        loop.remove_signal_handler(number)
-        stopped.set()
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(one)
+        if not stopped.done():
+            stopped.set_result(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
@@ -101,8 +114,8 @@ async def serve_gateway(settings: GatewaySettings, on_ready: Callable[[str], Any
             if settings.ready_file is not None:
                 _write_ready_file(settings.ready_file, running.url)
             on_ready(running.url)
-            await stopped.wait()
-            _log.info("the gateway drains")
+            running.drains = await stopped is signal.SIGTERM
+            _log.info("the gateway %s", "drains" if running.drains else "stops at once")
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -141,5 +154,12 @@ def _bind(host: str, port: int) -> socket.socket:
 def _write_ready_file(path: Path, url: str) -> None:
     """So that a reader sees all of it, or no file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(msgspec.json.encode({"url": url, "pid": os.getpid()}))
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(msgspec.json.encode({"url": url, "pid": os.getpid()}))
+        temporary.replace(path)
+    except OSError as error:
+        raise _ready_file_invalid(path, error.strerror or str(error)) from error
+
+
+def _ready_file_invalid(path: Path, why: str) -> ConfigurationError:
+    return ConfigurationError("config_invalid", f"the ready-file {path} can't be written: {why}", field="ready_file")
