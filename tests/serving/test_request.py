@@ -310,6 +310,13 @@ def test_any_bytes_are_decoded_or_refused(body: bytes) -> None:
         assert error.code in ("invalid_request", "invalid_json", "invalid_encoding")
 
 
+@pytest.mark.parametrize("value", [0, 10**30])
+def test_a_number_out_of_range_is_told_both_bounds(value: int) -> None:
+    error = refused(parse_completion, encoded({"prompt": "a", "max_tokens": value}))
+    assert (error.code, error.field) == ("invalid_request", "max_tokens")
+    assert f"from 1 to {2**63 - 1}, not {value}" in error.message
+
+
 @pytest.mark.parametrize(
     ("parse", "body"),
     [(parse_completion, {"prompt": "a"}), (parse_chat, {"messages": [{"role": "user", "content": "a"}]})],

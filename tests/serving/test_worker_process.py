@@ -20,6 +20,8 @@ from tiny_engine import TinyEngine
 from worker_kit import WAIT_S, http_session, worker_site
 
 from farfill import tls
+from farfill.cli.relay import serve_relay
+from farfill.config import RelaySettings
 from farfill.engines.serving.listen import bind, url_of, write_ready_file
 from farfill.engines.serving.serve import running_worker
 from farfill.engines.serving.settings import WorkerSettings
@@ -183,6 +185,26 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
         with pytest.raises(ConfigurationError) as refused:
             bind(host, 0, field="worker.host")
         assert (refused.value.code, refused.value.field) == ("config_invalid", "worker.host")
+
+
+async def test_a_ready_file_without_a_folder_is_named_before_anything_is_served(tmp_path: Path) -> None:
+    missing = tmp_path / "none" / "ready.json"
+    async with process(missing) as started:
+        assert (await line(started)).startswith(f"config_invalid ready_file {missing}")
+        assert await asyncio.wait_for(started.wait(), WAIT_S) == 2
+    engine = TinyEngine()
+    for path in (missing, tmp_path):
+        with pytest.raises(ConfigurationError, match=str(path)) as refused:
+            async with running_worker(WorkerSettings(ready_file=path), engine):
+                raise AssertionError("it serves")
+        assert (refused.value.code, refused.value.field) == ("config_invalid", "ready_file")
+        with pytest.raises(ConfigurationError, match=str(path)) as refused:
+            await serve_relay(RelaySettings(port=0, data_port=0), None, path)
+        assert (refused.value.code, refused.value.field) == ("config_invalid", "ready_file")
+        with pytest.raises(ConfigurationError, match=str(path)) as refused:
+            write_ready_file(path, {})
+        assert (refused.value.code, refused.value.field) == ("config_invalid", "ready_file")
+    engine.stop()
 
 
 def test_urls_and_ready_files(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from farfill import tls
 from farfill.config import RelaySettings, TlsSettings
-from farfill.engines.serving.listen import bind, url_of, write_ready_file
+from farfill.engines.serving.listen import bind, check_ready_file, url_of, write_ready_file
 from farfill.store.control import add_store_routes
 from farfill.store.machine import StoreLimits
 from farfill.store.server import Security, StoreServer, StoreSettings
@@ -29,6 +29,8 @@ async def serve_relay(settings: RelaySettings, files: TlsSettings | None, ready_
     Raises:
         ConfigurationError: `certificate_invalid`, `port_in_use`, `insecure_listener`, `config_invalid`.
     """
+    if ready_file is not None:
+        check_ready_file(ready_file)
     context = tls.server_context(files.files()) if files is not None else None
     listener = bind(settings.host, settings.port, field="relay.port")
     port = listener.getsockname()[1]

@@ -173,8 +173,6 @@ class Fields:
 
 
 def _interval(least: float, most: float) -> str:
-    if most >= INTEGER_MAX:
-        return f"at least {least}"
     return f"from {least} to {most}"
 
 

@@ -49,8 +49,29 @@ def url_of(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def check_ready_file(path: Path) -> None:
+    """Before anything is served: that the file has a folder to stand in.
+
+    Raises:
+        ConfigurationError: `config_invalid`, naming the path.
+    """
+    if not path.parent.is_dir():
+        raise ConfigurationError("config_invalid", f"{path}: there is no folder {path.parent}", field="ready_file")
+    if path.is_dir():
+        raise ConfigurationError("config_invalid", f"{path} is a folder, not a file", field="ready_file")
+
+
 def write_ready_file(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON so that a reader sees all of it or no file."""
+    """Writes JSON so that a reader sees all of it or no file.
+
+    Raises:
+        ConfigurationError: `config_invalid`, naming the path, where it can't be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(msgspec.json.encode(content))
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(msgspec.json.encode(content))
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigurationError(
+            "config_invalid", f"{path} cannot be written: {error.strerror}", field="ready_file"
+        ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from farfill.config.rules import is_loopback
 from farfill.config.tree import Role
+from farfill.engines.serving.listen import check_ready_file
 from farfill.errors import ConfigurationError
 from farfill.tls import TlsFiles
 
@@ -44,6 +45,8 @@ class WorkerSettings:
 
     def check(self) -> None:
         """Raises ConfigurationError: `insecure_listener` or `config_invalid`, naming the field."""
+        if self.ready_file is not None:
+            check_ready_file(self.ready_file)
         if not is_loopback(self.host) and self.tls is None:
             raise ConfigurationError(
                 "insecure_listener",
