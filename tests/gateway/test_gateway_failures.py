@@ -398,6 +398,16 @@ async def test_an_answer_without_end_is_the_workers_fault_where_it_must_be_kept(
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
 
 
+@pytest.mark.parametrize("prompt", [None, 7, {"text": LONG}], ids=["none", "number", "object"])
+async def test_without_a_prompt_the_engines_error_comes_with_a_reason_that_is_true(
+    fleet: Cluster, client: httpx.AsyncClient, prompt: object
+) -> None:
+    fleet.decode.fail["local"] = ClientError("empty_prompt", "prompt is missing", field="prompt")
+    answer = await client.post("/v1/completions", json={**body(), "prompt": prompt})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "empty_prompt")
+    assert (answer.headers["x-farfill-path"], answer.headers["x-farfill-reason"]) == ("local", "not_tokenizable")
+
+
 # --- clients that leave ---------------------------------------------------------------------------------------------
 
 

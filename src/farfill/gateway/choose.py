@@ -154,7 +154,7 @@ class Chooser:
             return given, None
         body = tokenize_body(work.fields)
         if body is None:
-            return None, None  # nothing to tokenise: the engine's own error is the best there is
+            return None, "not_tokenizable"  # no text: the engine's own error is the best there is
         body["model"] = model
         error: FarfillError | None = None
         able = [worker for worker in decoders if worker.up and worker.model == model]

@@ -7,6 +7,7 @@ The rules, in order; the first that holds gives path and reason:
     endpoint_not_splittable   the endpoint has no prompt that farfill could split off
     several_prompts           one request, several prompts: one transfer carries one
     not_splittable:<field>    a parameter needs the whole prompt's logits, or several decodes that share state
+    not_tokenizable           its token ids are not known: no prompt, one of a wrong type, or no /tokenize
     prompt_too_short          nothing to move: decode computes the last prompt token itself
     below_threshold           the uncached part is not longer than the threshold
     no_prefill_worker         none is configured for this model: "not there"
