@@ -262,6 +262,17 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on `host`: where one may do without TLS or keys.
+
+    A name other than localhost may resolve to anything: no.
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def peer_identity(connection: Any) -> PeerIdentity:
     """The proven identity of a connection's peer.
 

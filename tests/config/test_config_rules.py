@@ -18,11 +18,11 @@ from farfill.config import (
     check_gateway,
     check_relay,
     check_worker,
-    is_loopback,
     load,
 )
 from farfill.errors import ConfigurationError
 from farfill.router.policy import Placement
+from farfill.tls import is_loopback
 
 WEST = WorkerPeer(name="west", url="http://127.0.0.1:1", role=Role.DECODE, site="west")
 EAST = WorkerPeer(name="east", url="https://10.0.0.1:1", role=Role.PREFILL, site="east")

@@ -44,7 +44,7 @@ def hf_worker(folder: Path, role: str) -> Iterator[dict[str, str]]:
         [python, "-c", "import transformers as t; print(t.__version__)"], capture_output=True, text=True
     )
     if tuple(map(int, probe.stdout.split(".")[:2] or ("0",))) < (5, 24):
-        pytest.skip("FARFILL_HF_PYTHON names no Python with farfill's hf extra")
+        pytest.fail("FARFILL_HF_PYTHON must name a Python with farfill's hf extra, as `make test-vllm` does")
     file = folder / "hf.ready"
     file.unlink(missing_ok=True)
     config = {

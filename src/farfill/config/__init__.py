@@ -4,7 +4,7 @@ Not a registry that parts ask for values: the command line loads it once and giv
 """
 
 from farfill.config.load import Loaded, Origin, load
-from farfill.config.rules import check_gateway, check_relay, check_worker, is_loopback
+from farfill.config.rules import check_gateway, check_relay, check_worker
 from farfill.config.show import effective_yaml, example_yaml
 from farfill.config.tree import (
     ClockSettings,
@@ -41,6 +41,5 @@ __all__ = [
     "check_worker",
     "effective_yaml",
     "example_yaml",
-    "is_loopback",
     "load",
 ]

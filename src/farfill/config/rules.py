@@ -3,21 +3,13 @@
 Not here: a single field's type and range (`tree`), whether certificate files are good (`farfill.tls`).
 """
 
-import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from farfill.config.tree import Config, RelaySettings, Role, WorkerSettings
 from farfill.errors import ConfigurationError
 from farfill.router.policy import Placement
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`. A name other than localhost may resolve to anything: no."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+from farfill.tls import is_loopback
 
 
 def check_gateway(config: Config) -> None:

@@ -3,7 +3,6 @@
 Not here: files, environment and flags (`farfill.config`).
 """
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,7 @@ from farfill.errors import ConfigurationError
 from farfill.router.budget import FallbackPolicy
 from farfill.router.policy import Placement, RouterSettings
 from farfill.router.request import RequestClocks
-from farfill.tls import TlsFiles
+from farfill.tls import TlsFiles, is_loopback
 from farfill.transfer.spec import Clocks
 
 ROLES: Final = ("prefill", "decode", "both")
@@ -144,15 +143,6 @@ class GatewaySettings:
             raise _invalid(field_name, f"{name}: {url} is plain http off loopback: use https, and set tls")
         if parts.scheme == "https" and self.tls is None:
             raise _invalid("tls", f"must be set to reach {name} at {url}: workers ask for a client certificate")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _invalid(field_name: str, message: str) -> ConfigurationError:

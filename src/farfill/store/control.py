@@ -38,8 +38,8 @@ from farfill.store.protocol import (
     Session,
     StoreStatus,
 )
-from farfill.store.server import Security, StoreServer, is_loopback
-from farfill.tls import PeerRole, peer_name, require_role
+from farfill.store.server import Security, StoreServer
+from farfill.tls import PeerRole, is_loopback, peer_name, require_role
 from farfill.transfer.failures import error_for
 from farfill.transfer.spec import StoreAddress
 

@@ -4,7 +4,6 @@ Not here: its control API (`store.control`), which a process adds to its own HTT
 """
 
 import contextlib
-import ipaddress
 import logging
 import socket
 import threading
@@ -41,6 +40,7 @@ from farfill.store.protocol import (
     StoreStatus,
 )
 from farfill.store.sessions import SessionTable
+from farfill.tls import is_loopback
 from farfill.transfer.failures import error_for
 from farfill.transfer.frames import ATTACH_BYTES, AttachStatus, encode_attach_reply
 from farfill.transfer.sockets import receive_exactly, shut_down, tune
@@ -76,16 +76,6 @@ class StoreSettings:
     control_url: str
     limits: StoreLimits
     advertise_host: str = ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a listener on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class StoreServer:

@@ -6,11 +6,10 @@ Not here: files, environment and flags (`farfill.config`), or the engine, which 
 from dataclasses import dataclass
 from pathlib import Path
 
-from farfill.config.rules import is_loopback
 from farfill.config.tree import Role
 from farfill.engines.serving.listen import check_ready_file
 from farfill.errors import ConfigurationError
-from farfill.tls import TlsFiles
+from farfill.tls import TlsFiles, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
